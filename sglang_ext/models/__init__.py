@@ -1,0 +1,1 @@
+"""Targets and drafters as torch modules and files; imports no serving code."""

@@ -90,9 +90,9 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
             f"{found.architecture} goes with {found.model_type!r}",
             "correct config.json",
         )
-    for key, why in (("attention_bias", "attention projections with a bias"), ("use_sliding_window", "sliding windows")):
+    for key in ("attention_bias", "use_sliding_window"):
         if config.get(key):
-            raise Refusal(f"{where} has {key} = true", f"{why} are not supported", "choose another target")
+            raise Refusal(f"{where} has {key} = true", "only targets without it are supported", "choose another target")
     return found
 
 

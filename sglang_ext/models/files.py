@@ -21,7 +21,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise Refusal(f"{path} does not exist", "a checkpoint folder holds that file", "check the folder name") from None
+        raise Refusal(f"{path} does not exist", "a model folder holds that file", "check the folder") from None
     except (OSError, UnicodeDecodeError) as error:
         raise Refusal(f"{path} cannot be read ({error})", "it must be a UTF-8 text file", "copy it again") from error
     try:

@@ -141,7 +141,7 @@ def save(
     folder = Path(path)
     fields = card_fields if card_fields is not None else CardFields()
     shapes = expected_shapes(config)
-    names = {name: folder / WEIGHTS_FILE for name in tensors}
+    names = dict.fromkeys(tensors, folder / WEIGHTS_FILE)
     _refuse_names(folder, names, shapes, skip_unused_below=0)
     for name, tensor in tensors.items():
         _refuse_shape(folder / WEIGHTS_FILE, name, tuple(tensor.shape), shapes[name])
@@ -172,7 +172,7 @@ def validate_against_target(
     Args:
         config: the drafter.
         target_hf_config: the target's parsed config.json.
-        target_dir: the target's folder; where it and the drafter allow it, the vocabularies are compared token by token.
+        target_dir: the target's folder; its vocabulary is compared token by token where both record one.
         flag: the option to name in the message.
 
     Raises:
@@ -180,7 +180,8 @@ def validate_against_target(
     """
     ours = asdict(config.target_shape)
     theirs = asdict(target_shape(target_hf_config, "the target's config.json"))
-    fix = f"{flag} must name a drafter trained for this target (`sglang-ext inspect DIR` shows what one was trained for)"
+    hint = "`sglang-ext inspect DIR` shows what one was trained for"
+    fix = f"{flag} must name a drafter trained for this target ({hint})"
     for name, label in _LABELS.items():
         drafter_value, target_value = ours[name], theirs[name]
         if drafter_value != target_value:
@@ -237,7 +238,9 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     absent = sorted(set(weight_map) - set(files))
     if absent:
         raise Refusal(
-            f"{folder / weight_map[absent[0]]} lacks {absent[0]!r}", f"{index.name} places it there", "download it again"
+            f"{folder / weight_map[absent[0]]} lacks {absent[0]!r}",
+            f"{index.name} places it there",
+            "download the drafter again",
         )
     return files
 
@@ -277,7 +280,7 @@ def _unreadable(file: Path, error: Exception) -> Refusal:
 def _refuse_names(
     folder: Path, found: Mapping[str, Path], shapes: Mapping[str, tuple[int, ...]], skip_unused_below: int
 ) -> None:
-    """Refuse the first tensor that is unknown or missing, except unused copies of layers below ``skip_unused_below``."""
+    """Refuse the first tensor that is unknown or missing, but skip unused copies of layers < ``skip_unused_below``."""
     missing = sorted(set(shapes) - set(found))
     for name in sorted(set(found) - set(shapes)):
         match = _UNUSED.fullmatch(name)

@@ -125,7 +125,7 @@ class FlexDraftConfig:
                 "correct config.json",
             )
         calibrator, rank = _calibrator(method, inside)
-        config = _from_shape(
+        return _from_shape(
             target_shape(d, where, layers_key="num_target_layers"),
             block_size=integer(d, "block_size", where, minimum=2),
             target_layer_ids=ids,
@@ -135,7 +135,6 @@ class FlexDraftConfig:
             vocabulary_digest=_optional_text(method, "vocabulary_digest", inside),
             where=where,
         )
-        return config
 
     def to_hf_dict(self, target_hf_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Return the config.json of this drafter: the target's fields plus the drafter's own.

@@ -57,7 +57,7 @@ class AcceptRule(str, Enum):
         return cls(name)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Accepted:
     """What a step commits.
 
@@ -72,7 +72,7 @@ class Accepted:
     tokens: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TreeAccepted(Accepted):
     """What a step commits when the candidates form a tree.
 
@@ -93,6 +93,7 @@ def accept(
     target_probs: Tensor | None = None,
     rows: Tensor | None = None,
     draft_probs: Tensor | None = None,
+    draft_support: Tensor | None = None,
     is_greedy: Tensor | None = None,
     invalid: Tensor | None = None,
     uniforms: Tensor | None = None,
@@ -115,7 +116,10 @@ def accept(
         target_probs: ``[B, W, V]``, or ``[N, V]`` together with ``rows``; normalised, after every filter. Needed by
             TARGET_ONLY and REJECTION, and by EXACT_MATCH without ``target_choice``.
         rows: ``[B, W]`` int, the row of ``target_probs`` that holds each position (any row where there is none).
-        draft_probs: ``[B, >= W-1, V]``, q of each slot over the target's V tokens. Needed by REJECTION.
+        draft_probs: ``[B, >= W-1, V]``, q of each slot over the target's V tokens; or ``[B, >= W-1, M]``, q over the M
+            tokens of ``draft_support`` (a truncated q is exact as long as the draft was drawn from it). Needed by
+            REJECTION.
+        draft_support: ``[B, >= W-1, M]`` int, distinct tokens per slot, within ``[0, V)``.
         is_greedy: ``[B]`` bool. Optional where greedy requests have one-hot rows in ``target_probs``.
         invalid: ``[B]`` or ``[B, W-1]`` bool, drafts to disregard (NaN logits upstream).
         uniforms: ``[B, W, 2]`` draws in ``[0, 1)``: ``[:, j, 0]`` judges column j's draft, ``[:, j, 1]`` draws the
@@ -143,7 +147,7 @@ def accept(
 
     usable &= drafts < flat.shape[-1]
     q = _needed(draft_probs, "draft_probs", rule) if rule is AcceptRule.REJECTION else None
-    sampled = _accept_ratio(drafts, usable, flat, rows, q, uniforms, pad)
+    sampled = _accept_ratio(drafts, usable, flat, rows, q, draft_support, uniforms, pad)
     if is_greedy is None:
         return sampled
     choice = target_choice if target_choice is not None else flat.argmax(-1)[rows]
@@ -206,6 +210,7 @@ def _accept_ratio(
     flat: Tensor,
     rows: Tensor,
     q: Tensor | None,
+    support: Tensor | None,
     uniforms: Tensor,
     pad: int,
 ) -> Accepted:
@@ -218,7 +223,7 @@ def _accept_ratio(
     p_draft = flat[rows[:, :-1], token].to(torch.float64)
     bound = uniforms[:, :columns, 0].to(torch.float64)
     if q is not None:
-        bound = bound * q[:, :columns].gather(-1, token.unsqueeze(-1)).squeeze(-1).to(torch.float64)
+        bound = bound * _draft_mass(q[:, :columns], support, token).to(torch.float64)
     lengths = _run_length((bound < p_draft) & usable)
 
     row = lengths.unsqueeze(-1)
@@ -231,12 +236,28 @@ def _accept_ratio(
         if q is None:
             without = p_row.scatter(-1, token.gather(1, column), 0.0)
         else:
-            without = (p_row - q[torch.arange(q.shape[0], device=q.device), column.squeeze(-1)]).clamp_min(0.0)
+            without = _subtract(p_row, q, support, column).clamp_min(0.0)
         residual = torch.where(tested, without, p_row)
         # Rounding can reject although p == q (or p is all on the draft): nothing is left over, so p itself is right.
         residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_row)
     bonus = sample(residual, uniform=uniforms[..., 1].gather(1, row).squeeze(-1))
     return _assemble(drafts, lengths, bonus, pad)
+
+
+def _draft_mass(q: Tensor, support: Tensor | None, token: Tensor) -> Tensor:
+    """``[B, W-1]``: q of each drafted token."""
+    if support is None:
+        return q.gather(-1, token.unsqueeze(-1)).squeeze(-1)
+    return torch.where(support[:, : token.shape[1]] == token.unsqueeze(-1), q, 0.0).sum(-1)
+
+
+def _subtract(p: Tensor, q: Tensor, support: Tensor | None, column: Tensor) -> Tensor:
+    """``[B, V]``: p minus the q of slot ``column [B, 1]``."""
+    index = column.unsqueeze(-1).expand(-1, -1, q.shape[-1])
+    q_row = q.gather(1, index).squeeze(1).to(p.dtype)
+    if support is None:
+        return p - q_row
+    return p.scatter_add(-1, support.to(torch.int64).gather(1, index).squeeze(1), -q_row)
 
 
 def accept_tree_greedy(

@@ -24,7 +24,7 @@ from torch import Tensor
 from sglang_ext.core.masks import CLEAN, tree_ancestors, visible
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RowMap:
     """Index maps between flat rows ``[N]`` and padded rows ``[B, width]``.
 
@@ -106,7 +106,7 @@ class RowMap:
         return flat if self.dense else flat.index_select(0, self.padded_index)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BlockLayout:
     """Clean rows and mask groups of one target pass.
 

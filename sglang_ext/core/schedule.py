@@ -59,10 +59,10 @@ class ModePolicy:
     Attributes:
         mode: ``"auto"`` to decide by the thresholds below, or one mode for every step.
         parallel_max_batch: largest batch, in requests, that drafts in parallel; 0 never does.
-        plain_min_batch: smallest batch that decodes plainly; None never does.
+        plain_min_batch: smallest batch that decodes plainly, looked at first; None never does.
 
     Raises:
-        Refusal: on an unknown mode or thresholds that contradict each other.
+        Refusal: on an unknown mode or a threshold out of range.
     """
 
     mode: str = AUTO
@@ -77,11 +77,11 @@ class ModePolicy:
                 "a batch threshold is 0 (never parallel) or more",
                 "set parallel_max_batch to 0 or a positive number of requests",
             )
-        if self.plain_min_batch is not None and self.plain_min_batch <= self.parallel_max_batch:
+        if self.plain_min_batch is not None and self.plain_min_batch < 1:
             raise Refusal(
-                f"plain_min_batch={self.plain_min_batch} with parallel_max_batch={self.parallel_max_batch}",
-                "plain decoding starts above the largest parallel batch",
-                "raise plain_min_batch, lower parallel_max_batch, or set mode to plain",
+                f"plain_min_batch={self.plain_min_batch}",
+                "a batch holds 1 request or more",
+                "set plain_min_batch to 1 or more, or leave it out to never decode plainly",
             )
 
     def choose(self, batch_size: int, forced: Mode | None = None) -> Mode:

@@ -1,0 +1,1 @@
+"""Attention backends: masks and K/V layouts turned into kernel calls."""

@@ -1,0 +1,291 @@
+"""The CPU attention backend: batched for few rows per request, fused per request for long ones.
+
+It takes the place of the host's ``torch_native`` backend (same registry name, so checks by name keep working) and
+serves plain decoding, extends (chunked prefill, radix-cached prefixes, mixed batches), target verification (chains,
+ragged chains, foreign tree masks), sliding windows, attention sinks and bidirectional layers.
+
+What is the same for all layers of a forward pass is built once, in :meth:`SdpaBackend.init_forward_metadata`: a
+:class:`ForwardPlan` that splits the batch into dense groups (see :mod:`.dense`) and long requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from sglang_ext.core.masks import CLEAN, visible
+from sglang_ext.serving.attention.dense import (
+    DenseGroup,
+    Translate,
+    Workspace,
+    attend,
+    fold_heads,
+    padded_columns,
+    sink_rows,
+    split_by_length,
+    unfold_heads,
+)
+
+DENSE_ROWS = 16
+"""Requests with at most this many query rows are batched; longer ones get a fused call of their own."""
+
+LONG_CHUNK = 512
+"""Query rows of one fused call over a cached prefix; bounds the mask and skips keys a chunk cannot see."""
+
+
+@dataclass
+class LongRequest:
+    """A request with many query rows: ``rows`` of them from packed row ``first_row``, over ``kv_len`` keys."""
+
+    first_row: int
+    rows: int
+    kv_len: int
+    slots: Tensor
+    masks: dict[tuple[int, bool, int | None, torch.dtype], Tensor] = field(default_factory=dict)
+
+    @property
+    def prefix(self) -> int:
+        """Keys that were in the cache before this pass."""
+        return self.kv_len - self.rows
+
+    def mask(self, start: int, stop: int, causal: bool, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Additive mask of query rows ``start..stop-1`` over keys ``0..prefix+stop-1`` (all keys if not causal)."""
+        key = (start, causal, window, dtype)
+        if key not in self.masks:
+            query = torch.arange(self.prefix + start, self.prefix + stop) if causal else torch.tensor([self.kv_len - 1])
+            position = torch.arange(self.prefix + stop if causal else self.kv_len)
+            seen = visible(query, torch.full_like(query, CLEAN), position, torch.full_like(position, CLEAN))
+            if window is not None:
+                seen &= position >= query[:, None] - window
+            self.masks[key] = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
+        return self.masks[key]
+
+
+@dataclass
+class ForwardPlan:
+    """One forward pass: the batch split into dense groups and long requests."""
+
+    groups: list[DenseGroup]
+    long: list[LongRequest]
+    whole: bool
+    """True if one dense group holds every request in batch order, so no rows need scattering."""
+
+
+def query_lengths(forward_batch: Any) -> list[int]:
+    """Return the query rows of each request, as python integers."""
+    mode = forward_batch.forward_mode
+    if mode.is_decode():
+        return [1] * forward_batch.batch_size
+    if mode.is_target_verify():
+        spec = forward_batch.spec_info
+        if hasattr(spec, "verify_lens_cpu") and spec.verify_lens_cpu:
+            return list(spec.verify_lens_cpu)
+        return [spec.draft_token_num] * forward_batch.batch_size
+    return forward_batch.extend_seq_lens.tolist()
+
+
+def foreign_masks(forward_batch: Any, query_lens: Sequence[int], kv_lens: Sequence[int]) -> list[Tensor] | None:
+    """Split a verify input's flat tree mask into one ``[rows, keys]`` per request; None if it has none."""
+    if not forward_batch.forward_mode.is_target_verify() or forward_batch.spec_info.custom_mask is None:
+        return None
+    sizes = [rows * keys for rows, keys in zip(query_lens, kv_lens, strict=True)]
+    parts = forward_batch.spec_info.custom_mask[: sum(sizes)].bool().split(sizes)
+    return [part.view(rows, -1) for part, rows in zip(parts, query_lens, strict=True)]
+
+
+class SdpaBackend(TorchNativeAttnBackend):
+    """Attention over the host's paged pool on a CPU."""
+
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__(model_runner)
+        self.workspace = Workspace()
+        self.plan = ForwardPlan([], [], False)
+        self._swa_layers = (
+            {layer for layer, (_, is_swa) in self.token_to_kv_pool.layers_mapping.items() if is_swa}
+            if self.use_sliding_window_kv_pool
+            else set()
+        )
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Build the plan every layer of this forward pass shares."""
+        super().init_forward_metadata(forward_batch)
+        if forward_batch.forward_mode.is_idle():
+            self.plan = ForwardPlan([], [], False)
+            return
+        query_lens = query_lengths(forward_batch)
+        kv_lens = forward_batch.seq_lens.tolist()
+        if forward_batch.forward_mode.is_target_verify():
+            kv_lens = [keys + rows for keys, rows in zip(kv_lens, query_lens, strict=True)]
+        masks = foreign_masks(forward_batch, query_lens, kv_lens)
+        self.plan = self._build_plan(forward_batch.req_pool_indices, query_lens, kv_lens, masks)
+
+    def _build_plan(
+        self, requests: Tensor, query_lens: list[int], kv_lens: list[int], masks: list[Tensor] | None
+    ) -> ForwardPlan:
+        first_rows = [0]
+        for rows in query_lens:
+            first_rows.append(first_rows[-1] + rows)
+        long_rows = DENSE_ROWS if masks is None else max(query_lens)
+        few = [n for n, rows in enumerate(query_lens) if 0 < rows <= long_rows]
+        table = self.req_to_token_pool.req_to_token
+        long = [
+            LongRequest(first_rows[n], rows, kv_lens[n], table[requests[n], : kv_lens[n]].long())
+            for n, rows in enumerate(query_lens)
+            if rows > long_rows
+        ]
+        groups = []
+        for index, bucket in enumerate(split_by_length([kv_lens[n] for n in few]) if few else []):
+            members = [few[n] for n in bucket]
+            groups.append(
+                DenseGroup(
+                    index,
+                    self.request_slots(requests, members, [kv_lens[n] for n in members]),
+                    [kv_lens[n] for n in members],
+                    [query_lens[n] for n in members],
+                    [first_rows[n] for n in members],
+                    self.workspace,
+                    None if masks is None else [masks[n] for n in members],
+                )
+            )
+        return ForwardPlan(groups, long, len(groups) == 1 and len(few) == len(query_lens))
+
+    def request_slots(self, requests: Tensor, members: Sequence[int], kv_lens: Sequence[int]) -> Tensor:
+        """``[B, S]`` pool slots of the members' keys, padded with each request's first slot."""
+        chosen = requests if len(members) == requests.numel() else requests[torch.tensor(members)]
+        table = self.req_to_token_pool.req_to_token
+        columns = padded_columns(max(kv_lens))
+        slots = table[chosen, : min(columns, table.shape[1])].long()
+        if slots.shape[1] < columns:
+            slots = torch.cat([slots, slots[:, :1].expand(-1, columns - slots.shape[1])], 1)
+        outside = torch.arange(columns) >= torch.tensor(kv_lens)[:, None]
+        return torch.where(outside, slots[:, :1], slots)
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Write K/V to the pool, then attend; ``q`` is ``[rows, Hq*D]`` and so is the result."""
+        if layer.is_cross_attention or forward_batch.encoder_lens is not None:
+            if forward_batch.forward_mode.is_decode():
+                return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
+            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+        if layer.logit_cap:
+            raise NotImplementedError(
+                f"layer {layer.layer_id} caps attention logits at {layer.logit_cap}; the CPU backend of sglang_ext "
+                "serves models without logit caps: choose another target or run on a GPU"
+            )
+        if save_kv_cache and k is not None and v is not None:
+            where = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
+            self.token_to_kv_pool.set_kv_buffer(layer, where, k, v)
+        query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        causal = layer.attn_type != AttentionType.ENCODER_ONLY
+        window = layer.sliding_window_size if causal and layer.sliding_window_size > -1 else None
+        if self.plan.whole and not self.plan.long:
+            out = self._attend_group(self.plan.groups[0], query, layer, causal, window, sinks)
+            return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
+        out = q.new_empty(query.shape[0], layer.tp_q_head_num, layer.v_head_dim)
+        for group in self.plan.groups:
+            rows = group.packed.view(-1) if group.valid is None else group.packed.view(-1)[group.valid]
+            out[rows] = self._attend_group(group, query, layer, causal, window, sinks)
+        for request in self.plan.long:
+            rows = slice(request.first_row, request.first_row + request.rows)
+            self._attend_long(request, query[rows], out[rows], layer, causal, window, sinks)
+        return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
+
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """One row per request; the same arithmetic as verification, so both agree to rounding."""
+        q = q.reshape(-1, layer.tp_q_head_num * layer.qk_head_dim)
+        return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, sinks)
+
+    def pools(self, layer: Any) -> tuple[Tensor, Tensor, Translate | None]:
+        """Key pool, value pool ``[slots, Hk, D]`` and slot translation of a layer."""
+        keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
+        swa = layer.layer_id in self._swa_layers
+        return keys, values, self.token_to_kv_pool.translate_loc_from_full_to_swa if swa else None
+
+    def _attend_group(
+        self, group: DenseGroup, query: Tensor, layer: Any, causal: bool, window: int | None, sinks: Tensor | None
+    ) -> Tensor:
+        """Attend one dense group; returns its rows ``[rows, Hq, Dv]`` in packed order."""
+        kv_heads = layer.tp_k_head_num
+        keys, values = group.gather(layer.layer_id, *self.pools(layer))
+        keys, values = keys[:, : group.columns].to(query.dtype), values[:, : group.columns].to(query.dtype)
+        rows = query if self.plan.whole and group.valid is None else query[group.packed.view(-1)]
+        bias = group.bias(causal, window, kv_heads, layer.tp_q_head_num // kv_heads, query.dtype)
+        sink = None if sinks is None else sink_rows(sinks, group.batch, group.rows, kv_heads)
+        out = attend(fold_heads(rows, group.rows, kv_heads), keys, values, bias, layer.scaling, sink)
+        out = unfold_heads(out, group.rows, kv_heads)
+        return out if group.valid is None else out[group.valid]
+
+    def _attend_long(
+        self,
+        request: LongRequest,
+        query: Tensor,
+        out: Tensor,
+        layer: Any,
+        causal: bool,
+        window: int | None,
+        sinks: Tensor | None,
+    ) -> None:
+        """Attend one long request into ``out`` ``[rows, Hq, Dv]``; prefix rows are read, never recomputed."""
+        key_pool, value_pool, translate = self.pools(layer)
+        slots = request.slots if translate is None else translate(request.slots).clamp_min(0)
+        keys = torch.index_select(key_pool, 0, slots).to(query.dtype).transpose(0, 1)
+        values = torch.index_select(value_pool, 0, slots).to(query.dtype).transpose(0, 1)
+        gqa = layer.tp_q_head_num != layer.tp_k_head_num
+        if causal and window is None and sinks is None and not request.prefix:
+            result = scaled_dot_product_attention(
+                query.transpose(0, 1)[None], keys[None], values[None], is_causal=True, scale=layer.scaling, enable_gqa=gqa
+            )
+            out.copy_(result[0].transpose(0, 1))
+            return
+        for start in range(0, request.rows, LONG_CHUNK):
+            stop = min(request.rows, start + LONG_CHUNK)
+            mask = request.mask(start, stop, causal, window, query.dtype)
+            seen = mask.shape[1]
+            chunk = query[start:stop]
+            if sinks is None:
+                result = scaled_dot_product_attention(
+                    chunk.transpose(0, 1)[None],
+                    keys[None, :, :seen],
+                    values[None, :, :seen],
+                    attn_mask=mask,
+                    scale=layer.scaling,
+                    enable_gqa=gqa,
+                )[0].transpose(0, 1)
+            else:
+                result = self._attend_with_sinks(chunk, keys[:, :seen], values[:, :seen], mask, layer, sinks)
+            out[start:stop] = result
+
+    @staticmethod
+    def _attend_with_sinks(chunk: Tensor, keys: Tensor, values: Tensor, mask: Tensor, layer: Any, sinks: Tensor) -> Tensor:
+        kv_heads, rows = layer.tp_k_head_num, chunk.shape[0]
+        group = layer.tp_q_head_num // kv_heads
+        bias = mask.expand(kv_heads, group, rows, keys.shape[1]).reshape(kv_heads, group * rows, -1)
+        sink = sink_rows(sinks, 1, rows, kv_heads)
+        out = attend(fold_heads(chunk, rows, kv_heads), keys, values, bias, layer.scaling, sink)
+        return unfold_heads(out, rows, kv_heads)

@@ -1,0 +1,175 @@
+"""Every private name of SGLang this package leans on, with the signature it expects.
+
+:func:`check` reads the installed source without importing it (so it costs the same in every process and on every
+machine) and reports each name that is gone or has changed. It runs when the plugin loads and in ``sglang-ext doctor``.
+To lean on a further symbol, add a line to :data:`SYMBOLS`.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+from sglang_ext.core.refusal import Refusal
+
+SUPPORTED_VERSIONS = ("0.5.23",)
+"""SGLang releases every symbol below was read in."""
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """A name in the host and what we assume about it.
+
+    Attributes:
+        path: ``"module:name"`` or ``"module:Class.name"``, relative to ``sglang.``, where the name is defined.
+        parameters: names our call sites or overrides use, in any order, ``self`` left out; None if it is not called.
+        why: what breaks without it.
+    """
+
+    path: str
+    parameters: tuple[str, ...] | None
+    why: str
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A symbol that does not match, and in which way."""
+
+    symbol: Symbol
+    found: str
+
+    def __str__(self) -> str:
+        return f"sglang.{self.symbol.path} {self.found} (needed for {self.symbol.why})"
+
+
+SYMBOLS: tuple[Symbol, ...] = (
+    Symbol("srt.speculative.spec_info:SpeculativeAlgorithm.register",
+           ("name", "supports_overlap", "validate_server_args", "spec_class"), "registering algorithms"),
+    Symbol("srt.speculative.spec_registry:get_spec", ("name",), "registering algorithms once"),
+    Symbol("srt.speculative.spec_registry:CustomSpecAlgo.__init__",
+           ("name", "factory", "supports_overlap", "validate_server_args"), "registering algorithms"),
+    Symbol("srt.plugins.hook_registry:HookRegistry.register", ("target", "hook", "hook_type"), "CPU hooks"),
+    Symbol("srt.plugins.hook_registry:HookType.REPLACE", None, "CPU hooks"),
+    Symbol("srt.platforms.cpu:CpuDeviceMixin", None, "the CPU platform"),
+    Symbol("srt.platforms.interface:SRTPlatform.apply_server_args_defaults", ("server_args",), "the CPU platform"),
+    Symbol("srt.platforms.interface:SRTPlatform.get_kv_pool_cls", ("kind",), "the CPU KV pool"),
+    Symbol("srt.platforms.interface:SRTPlatform.get_speculative_cache_locs_fn", (), "CPU verification"),
+    Symbol("srt.platforms.interface:SRTPlatform.init_backend", (), "the CPU attention backend"),
+    Symbol("srt.platforms.interface:SRTPlatform.post_load_model", ("model",), "checking the CPU hooks"),
+    Symbol("srt.platforms.device_mixin:PlatformEnum.OOT", None, "the CPU platform"),
+    Symbol("srt.arg_groups.choices:add_draft_attention_backend_choices", None, "draft models on a CPU"),
+    Symbol("srt.layers.attention.attention_registry:ATTENTION_BACKENDS", None, "the CPU attention backend"),
+    Symbol("srt.layers.attention.torch_native_backend:TorchNativeAttnBackend.__init__", ("model_runner",),
+           "the CPU attention backend"),
+    Symbol("srt.layers.attention.torch_native_backend:TorchNativeAttnBackend.forward_extend",
+           ("q", "k", "v", "layer", "forward_batch", "save_kv_cache"), "the CPU attention backend"),
+    Symbol("srt.layers.radix_attention:AttentionType.ENCODER_ONLY", None, "the CPU attention backend"),
+    Symbol("srt.mem_cache.memory_pool:KVWriteLoc", ("loc", "swa_loc"), "the CPU attention backend"),
+    Symbol("srt.mem_cache.memory_pool:MHATokenToKVPool.set_kv_buffer",
+           ("layer", "loc_info", "cache_k", "cache_v"), "the CPU attention backend"),
+    Symbol("srt.mem_cache.memory_pool:MHATokenToKVPool.get_key_buffer", ("layer_id",), "the CPU attention backend"),
+    Symbol("srt.mem_cache.memory_pool:MHATokenToKVPool._init_kv_copy_and_warmup", (), "the CPU KV pool"),
+    Symbol("srt.mem_cache.allocation:assign_req_to_token_pool_func",
+           ("req_pool_indices", "req_to_token", "start_offset", "end_offset", "out_cache_loc", "batch_size"),
+           "allocating KV slots for drafts on a CPU"),
+    Symbol("kernels.ops.speculative.cache_locs:assign_extend_cache_locs_func",
+           ("req_pool_indices", "req_to_token", "start_offset", "end_offset", "batch_size", "draft_token_num", "device"),
+           "reading KV slots for drafts"),
+)  # fmt: skip
+
+
+def check(symbols: Iterable[Symbol] = SYMBOLS) -> list[Problem]:
+    """Return every symbol the installed host does not provide as expected; empty means all is well."""
+    problems = []
+    for symbol in symbols:
+        found = _mismatch(symbol)
+        if found:
+            problems.append(Problem(symbol, found))
+    return problems
+
+
+def require(symbols: Sequence[Symbol] = SYMBOLS) -> None:
+    """Refuse a host that does not match.
+
+    Raises:
+        Refusal: naming the first mismatch, the version seen and the versions supported.
+    """
+    problems = check(symbols)
+    if not problems:
+        return
+    more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+    raise Refusal(
+        f"SGLang {host_version()} does not match: {problems[0]}{more}",
+        f"supported versions are {', '.join(SUPPORTED_VERSIONS)}",
+        f"pip install sglang=={SUPPORTED_VERSIONS[-1]} (`sglang-ext doctor` lists every mismatch)",
+    )
+
+
+def host_version() -> str:
+    """Version of the installed SGLang distribution."""
+    return version("sglang")
+
+
+def _mismatch(symbol: Symbol) -> str:
+    module, _, name = symbol.path.partition(":")
+    path = _source(module)
+    if path is None:
+        return "is gone: no such module"
+    node: ast.AST = _tree(path)
+    for part in name.split("."):
+        found = _member(node, part)
+        if found is None:
+            return "is gone"
+        node = found
+    if symbol.parameters is None:
+        return ""
+    has = _parameters(node)
+    missing = [parameter for parameter in symbol.parameters if parameter not in has]
+    return f"takes ({', '.join(has)}), not {', '.join(missing)}" if missing else ""
+
+
+def _source(module: str) -> Path | None:
+    spec = find_spec("sglang")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    base = Path(spec.submodule_search_locations[0], *module.split("."))
+    for path in (base.with_suffix(".py"), base / "__init__.py"):
+        if path.exists():
+            return path
+    return None
+
+
+@functools.lru_cache(maxsize=64)
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _member(node: ast.AST, name: str) -> ast.AST | None:
+    if not isinstance(node, (ast.Module, ast.ClassDef)):
+        return None
+    for child in node.body:
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and child.name == name:
+            return child
+        if isinstance(child, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in child.targets):
+            return child
+        if isinstance(child, ast.AnnAssign) and isinstance(child.target, ast.Name) and child.target.id == name:
+            return child
+    return None
+
+
+def _parameters(node: ast.AST) -> list[str]:
+    """Parameter names of a function, or of the constructor of a class (dataclass fields included)."""
+    if isinstance(node, ast.ClassDef):
+        constructor = _member(node, "__init__")
+        if constructor is not None:
+            return _parameters(constructor)
+        return [c.target.id for c in node.body if isinstance(c, ast.AnnAssign) and isinstance(c.target, ast.Name)]
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return []
+    every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    return [argument.arg for argument in every if argument.arg not in ("self", "cls")]

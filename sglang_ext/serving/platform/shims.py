@@ -1,0 +1,106 @@
+"""Torch bodies for the few Triton or CUDA helpers that every speculative algorithm calls, and their installation.
+
+Three of the five go through public seams of the host (platform methods, the attention registry); the others are one
+hook and one patched tensor method. All of them are in place only where :class:`~.cpu.SglangExtCpuPlatform` is active.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_ext.serving.platform.cpu import BACKEND_NAME
+
+REQ_TO_TOKEN_HOOK = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
+
+
+def write_request_slots(
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    start_offset: Tensor,
+    end_offset: Tensor,
+    out_cache_loc: Tensor,
+    batch_size: int,
+) -> None:
+    """Write each request's new slots into columns ``start..end-1`` of its row of the slot table."""
+    counts = (end_offset - start_offset).long()
+    rows = torch.repeat_interleave(req_pool_indices.long(), counts)
+    first = torch.repeat_interleave(start_offset.long() - (counts.cumsum(0) - counts), counts)
+    columns = first + torch.arange(rows.numel())
+    req_to_token[rows, columns] = out_cache_loc[: rows.numel()].to(req_to_token.dtype)
+
+
+def block_cache_locs(
+    *,
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    start_offset: Tensor,
+    end_offset: Tensor,
+    batch_size: int,
+    draft_token_num: int,
+    device: Any,
+) -> Tensor:
+    """Return the slots ``[B * draft_token_num]`` (int64) of each request's next positions from ``start_offset`` on."""
+    columns = start_offset.long()[:, None] + torch.arange(draft_token_num)
+    return req_to_token[req_pool_indices.long()[:, None], columns].long().view(-1)
+
+
+def make_attention_backend(model_runner: Any) -> Any:
+    """Factory the host calls for ``--attention-backend torch_native``."""
+    from sglang_ext.serving.attention.sdpa import SdpaBackend
+
+    return SdpaBackend(model_runner)
+
+
+def install_attention_backend() -> None:
+    """Take over the registry entry; the host's draft workers may name it too."""
+    from sglang.srt.arg_groups import choices
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    ATTENTION_BACKENDS[BACKEND_NAME] = make_attention_backend
+    if BACKEND_NAME not in choices.DRAFT_ATTENTION_BACKEND_CHOICES:
+        choices.add_draft_attention_backend_choices([BACKEND_NAME])
+
+
+@functools.cache
+def install_hooks() -> None:
+    """Register the hook and the patch that have no public seam; the host applies hooks after all plugins ran."""
+    from sglang.srt.arg_groups import choices
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(REQ_TO_TOKEN_HOOK, write_request_slots, HookType.REPLACE)
+    if BACKEND_NAME not in choices.DRAFT_ATTENTION_BACKEND_CHOICES:
+        choices.add_draft_attention_backend_choices([BACKEND_NAME])
+    _tolerate_record_stream()
+
+
+def _tolerate_record_stream() -> None:
+    stock = torch.Tensor.record_stream
+
+    @functools.wraps(stock)
+    def record_stream(self: Tensor, stream: Any) -> None:
+        # Some workers pin tensors to the forward stream without asking for the device; a CPU has one stream.
+        if self.device.type != "cpu":
+            stock(self, stream)
+
+    torch.Tensor.record_stream = record_stream  # type: ignore[method-assign]
+
+
+def assert_installed() -> None:
+    """Check that the registry entry and the hook are in place.
+
+    Raises:
+        RuntimeError: naming what is missing and how to fix it.
+    """
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.mem_cache import allocation
+
+    fix = "run `sglang-ext doctor`; if SGLANG_PLUGINS is set, add sglang_ext and sglang_ext_cpu to it"
+    if ATTENTION_BACKENDS[BACKEND_NAME] is not make_attention_backend:
+        raise RuntimeError(f"another plugin replaced the {BACKEND_NAME} attention backend of sglang_ext: {fix}")
+    hooked = allocation.assign_req_to_token_pool_func
+    if not hasattr(hooked, "__wrapped__"):
+        raise RuntimeError(f"the CPU hook on {REQ_TO_TOKEN_HOOK} is not in place: {fix}")

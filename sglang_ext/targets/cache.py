@@ -83,11 +83,11 @@ def damage(folder: Path, source: Mapping[str, Any]) -> str | None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of ``folder`` (a file beside it): of two processes preparing the same target, one waits."""
-    lock = folder.parent / f".{folder.name}.lock"
-    with readable_errors(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        stream = lock.open("w")
+    """Hold the lock of ``folder`` (a file in the cache): of two processes preparing the same target, one waits."""
+    locks = root() / "locks"
+    with readable_errors(locks):
+        locks.mkdir(parents=True, exist_ok=True)
+        stream = (locks / hashlib.sha256(str(folder).encode()).hexdigest()[:16]).open("w")
     with stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

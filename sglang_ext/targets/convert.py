@@ -52,7 +52,7 @@ def _write_weights(gguf: Path, out: Path) -> dict[str, Any]:
         dtype=torch.bfloat16,
         quantization_config=transformers.GgufConfig(gguf_file=gguf.name, dequantize=True),
     )
-    config = {key: value for key, value in model.config.to_dict().items() if key not in _NOT_A_TARGETS}
+    config = {key: value for key, value in model.config.to_diff_dict().items() if key not in _NOT_A_TARGETS}
     config["architectures"] = [type(model).__name__]
     tensors = dict(model.state_dict())
     if config["tie_word_embeddings"]:
@@ -60,7 +60,9 @@ def _write_weights(gguf: Path, out: Path) -> dict[str, Any]:
     packed = [name for name, tensor in tensors.items() if not tensor.is_floating_point()]
     if packed:
         raise Refusal(
-            f"{packed[0]} of {gguf.name} stayed quantised", "all weights must be dense", "update transformers"
+            f"{packed[0]} of {gguf.name} stayed quantised",
+            "all weights must be dense",
+            "install the pinned transformers",
         )
     config["dtype"] = "bfloat16"
     dense: dict[str, Tensor] = {name: tensors[name].to(torch.bfloat16).contiguous() for name in sorted(tensors)}

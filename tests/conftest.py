@@ -1,0 +1,16 @@
+"""Options of the whole suite; the server fixtures live in ``tests/server/conftest.py``."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("sglang-flexdraft")
+    group.addoption(
+        "--target", default=None, metavar="DIR", help="target folder (default: the prepared default target)"
+    )
+    group.addoption(
+        "--drafter", default=None, metavar="DIR", help="FlexDraft drafter folder (default: the shipped one, if any)"
+    )
+    group.addoption("--server-threads", type=int, default=1, metavar="N", help="OMP_NUM_THREADS of each test server")

@@ -1,0 +1,113 @@
+"""Servers of the black-box suite: three for the whole session, special ones where a law needs other flags.
+
+``plain``, ``scripted`` and ``flexdraft`` start together, and only those that the selected tests ask for. ``plain`` is
+the reference of everything; its greedy answers are asked for once and remembered.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from sglang_ext.testing.drafters import untrained_drafter
+from sglang_ext.testing.scripts import SCRIPTS
+from sglang_ext.testing.server import Reply, Request, Server, Starter
+from sglang_ext.testing.speculators import SPECULATORS, Answers, Speculator, block_size
+
+SESSION_SERVERS = ("plain", "scripted", "flexdraft")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(here):
+            item.add_marker(pytest.mark.server)
+
+
+@pytest.fixture(scope="session")
+def target(pytestconfig: pytest.Config) -> Path:
+    """The target's folder."""
+    from sglang_ext.targets import prepare
+
+    return prepare(pytestconfig.getoption("--target"))
+
+
+@pytest.fixture(scope="session")
+def drafter(pytestconfig: pytest.Config, target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A drafter for the target: the given one, the shipped one, or an untrained one.
+
+    Losslessness holds for any weights, so the suite is complete without a trained drafter.
+    """
+    from sglang_ext.models.shipped import find_shipped
+
+    given = pytestconfig.getoption("--drafter")
+    if given is not None:
+        return Path(given)
+    return find_shipped(target) or untrained_drafter(target, tmp_path_factory.mktemp("drafter"))
+
+
+@pytest.fixture(scope="session")
+def starter(pytestconfig: pytest.Config, target: Path, tmp_path_factory: pytest.TempPathFactory) -> Starter:
+    """What special servers are started with."""
+    return Starter(target, tmp_path_factory.mktemp("servers"), pytestconfig.getoption("--server-threads"))
+
+
+@pytest.fixture(scope="session")
+def session_servers(request: pytest.FixtureRequest, starter: Starter, drafter: Path) -> Iterator[dict[str, Server]]:
+    """The session's servers that any selected test needs, started together."""
+    wanted = {name for item in request.session.items for name in item.fixturenames} & set(SESSION_SERVERS)
+    if any("speculator" in item.fixturenames for item in request.session.items):
+        wanted = set(SESSION_SERVERS)
+    launches = {
+        "plain": starter.launch(),
+        "scripted": starter.launch("--speculative-algorithm", "scripted"),
+        "flexdraft": starter.launch(
+            "--speculative-algorithm", "flexdraft", "--speculative-draft-model-path", str(drafter)
+        ),
+    }
+    with starter.running(**{name: launch for name, launch in launches.items() if name in wanted}) as servers:
+        yield servers
+
+
+@pytest.fixture(scope="session")
+def plain(session_servers: dict[str, Server]) -> Server:
+    """A server without speculation: the reference."""
+    return session_servers["plain"]
+
+
+@pytest.fixture(scope="session")
+def scripted(session_servers: dict[str, Server]) -> Server:
+    """A server whose drafter follows the script each request names."""
+    return session_servers["scripted"]
+
+
+@pytest.fixture(scope="session")
+def flexdraft(session_servers: dict[str, Server]) -> Server:
+    """A server that decodes by FlexDraft."""
+    return session_servers["flexdraft"]
+
+
+@pytest.fixture(scope="session")
+def reference(plain: Server) -> Answers:
+    """Answers of the plain server, remembered: ``reference(requests) -> replies``. Only for greedy requests."""
+    known: dict[str, Reply] = {}
+
+    def ask(requests: Sequence[Request]) -> list[Reply]:
+        keys = [json.dumps(request.body(), sort_keys=True) for request in requests]
+        new = {key: request for key, request in zip(keys, requests, strict=True) if key not in known}
+        known.update(zip(new, plain.generate_all(list(new.values())), strict=True))
+        return [known[key] for key in keys]
+
+    return ask
+
+
+@pytest.fixture(params=SPECULATORS)
+def speculator(
+    request: pytest.FixtureRequest, session_servers: dict[str, Server], plain: Server, reference: Answers
+) -> Speculator:
+    """Every way of drafting in turn; ``indirect`` parametrisation selects some."""
+    server = session_servers["scripted" if request.param in SCRIPTS else "flexdraft"]
+    return Speculator(request.param, server, block_size(server), plain, reference)

@@ -1,0 +1,231 @@
+"""Memory and scheduling where life is hard: a tiny pool, pages, small prefill chunks, forced retraction.
+
+``small`` has a pool of 512 tokens and drafts by script; ``paged`` has pages of 16 tokens, drafts by FlexDraft and
+accepts by rejection sampling.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from sglang_ext.testing.laws import assert_idle, assert_same, eventually
+from sglang_ext.testing.prompts import LONG_TEXT, PROMPTS, requests
+from sglang_ext.testing.sampling import assert_same_law
+from sglang_ext.testing.server import Reply, Request, Server, Starter
+from sglang_ext.testing.speculators import MODES, Answers
+
+WARNING = "drafts were accepted"
+REJECTION = '{"acceptance": "rejection"}'
+
+
+@pytest.fixture(scope="module")
+def unusual(starter: Starter, drafter: Path) -> Iterator[dict[str, Server]]:
+    """Both servers, started together."""
+    small = starter.launch(
+        *("--speculative-algorithm", "scripted", "--max-total-tokens", "512", "--page-size", "4"),
+        *("--chunked-prefill-size", "32", "--context-length", "512"),
+        environment={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"},
+    )
+    paged = starter.launch(
+        *("--speculative-algorithm", "flexdraft", "--speculative-draft-model-path", str(drafter)),
+        *("--page-size", "16", "--chunked-prefill-size", "64", "--max-total-tokens", "4096"),
+        *("--speculative-adaptive-config", REJECTION),
+    )
+    with starter.running(small=small, paged=paged) as servers:
+        yield servers
+
+
+@pytest.fixture(scope="module")
+def zero_acceptance_log(unusual: dict[str, Server], reference: Answers) -> str:
+    """The log of ``small`` after drafts that were all wrong, before it served anything else."""
+    asked = requests(8, tokens=20)
+    wrong = [r.speculative({"script": "wrong"}, e.ids) for r, e in zip(asked, reference(asked), strict=True)]
+    for _ in range(2):
+        unusual["small"].generate_all(wrong)
+    return unusual["small"].log_text()
+
+
+@pytest.fixture
+def small(unusual: dict[str, Server], zero_acceptance_log: str) -> Server:
+    """The tiny scripted server."""
+    return unusual["small"]
+
+
+@pytest.fixture
+def paged(unusual: dict[str, Server]) -> Server:
+    """The paged FlexDraft server."""
+    return unusual["paged"]
+
+
+def test_zero_acceptance_warns_once(zero_acceptance_log: str) -> None:
+    """Law C5: drafts that are never accepted give one warning with the rate and likely causes."""
+    lines = [line for line in zero_acceptance_log.splitlines() if WARNING in line]
+    assert len(lines) == 1, lines
+    assert "Only 0 of" in lines[0] and "0.00 %" in lines[0] and "Likely causes" in lines[0], lines
+
+
+def test_useful_drafter_does_not_warn(scripted: Server, reference: Answers) -> None:
+    """The other side of law C5: a server whose drafts help stays silent."""
+    asked = requests(16)
+    right = [r.speculative({"script": "oracle"}, e.ids) for r, e in zip(asked, reference(asked), strict=True)]
+    scripted.generate_all(right)
+    warned = [line for line in scripted.log_text().splitlines() if WARNING in line]
+    assert all("Only 0 of" not in line for line in warned), warned
+
+
+def test_small_pool(small: Server, plain: Server, reference: Answers) -> None:
+    """Law M1: 16 requests of 128 tokens through a pool of 512 all finish with the plain text, retracted or not."""
+    asked = [Request(prompt, {"max_new_tokens": 128, "ignore_eos": True}) for prompt in PROMPTS[:16]]
+    expected = reference(asked)
+    drafted = [
+        request.speculative({"script": "half" if i % 4 == 3 else "oracle"}, reply.ids)
+        for i, (request, reply) in enumerate(zip(asked, expected, strict=True))
+    ]
+    replies = small.generate_all(drafted)
+    assert [reply.completion_tokens for reply in replies] == [128] * 16
+    assert_same(plain, asked, expected, replies, "small pool")
+    assert sum(reply.meta["num_retractions"] for reply in replies) > 0, "nothing was retracted: the test shows nothing"
+    assert_idle(small)
+
+
+@pytest.mark.parametrize("name", ("small", "paged"))
+def test_prompt_longer_than_a_chunk(unusual: dict[str, Server], plain: Server, reference: Answers, name: str) -> None:
+    """Law L4: prompts of several prefill chunks give the plain text cold and warm, with pages of 4 and 16 tokens."""
+    server = unusual[name]
+    asked = [Request(LONG_TEXT[:size] + "\nThe captain said", {"max_new_tokens": 16}) for size in (300, 600, 610, 900)]
+    expected = reference(asked)
+    server.flush()
+    for temperature in ("cold", "warm"):
+        for mode in MODES if name == "paged" else ("oracle",):
+            drafted = [
+                r.speculative({"mode": mode} if name == "paged" else {"script": mode}, e.ids)
+                for r, e in zip(asked, expected, strict=True)
+            ]
+            assert_same(plain, asked, expected, server.generate_all(drafted), f"{name} {temperature} {mode}")
+
+
+@pytest.mark.parametrize("narrow", ({"top_k": 1}, {"top_p": 1e-4}), ids=("top_k", "top_p"))
+@pytest.mark.parametrize("mode", MODES)
+def test_narrow_rejection_sampling_is_greedy(
+    paged: Server, plain: Server, reference: Answers, mode: str, narrow: dict[str, float]
+) -> None:
+    """Law S5 under rejection sampling: one token left to choose from equals greedy."""
+    greedy = requests(8)
+    asked = [
+        Request(r.prompt, {**r.sampling, "temperature": 1.0, **narrow}).speculative({"mode": mode}) for r in greedy
+    ]
+    assert_same(plain, greedy, reference(greedy), paged.generate_all(asked), f"rejection {mode} {narrow}")
+
+
+def test_rejection_sampling_samples_as_plain_does(paged: Server, plain: Server) -> None:
+    """Law S4 under rejection sampling: the first tokens at temperature 1 are distributed as plain's."""
+    sampled = Request(PROMPTS[15], {"max_new_tokens": 5, "temperature": 1.0, "ignore_eos": True})
+    assert_same_law(plain, paged, sampled, sampled.speculative({"mode": "sequential"}))
+
+
+@pytest.mark.parametrize("name", ("flexdraft", "small", "paged"))
+def test_no_token_is_lost(
+    unusual: dict[str, Server], flexdraft: Server, zero_acceptance_log: str, reference: Answers, name: str
+) -> None:
+    """Law M2: after 200 mixed requests and a flush the pool is empty, with pages of 1, 4 and 16 tokens."""
+    server = {**unusual, "flexdraft": flexdraft}[name]
+    asked = [_mixed(i) for i in range(200)]
+    with ThreadPoolExecutor(24) as pool:
+        list(pool.map(lambda pair: _send(server, *pair), enumerate(asked)))
+    assert_idle(server)
+    server.flush()
+    load = server.load()
+    assert load["num_used_tokens"] == 0 == load["num_total_tokens"], load
+    assert server.healthy()
+
+
+def test_client_gone(flexdraft: Server) -> None:
+    """Law M3: when the client closes its connection, the request's tokens are free within 5 s."""
+    flexdraft.flush()
+    body = {**Request(PROMPTS[12], {"max_new_tokens": 1500, "ignore_eos": True}).body(), "stream": True}
+    response = flexdraft.post("/generate", body, stream=True)
+    lines = (line for line in response.iter_lines() if line)
+    for _ in range(3):
+        next(lines)
+    assert flexdraft.load()["num_running_reqs"] == 1
+    response.close()
+    assert_idle(flexdraft, within_s=5.0)
+
+
+def test_abort_while_decoding(flexdraft: Server) -> None:
+    """Law M3: /abort_request ends a decoding request, and nobody else's."""
+    with ThreadPoolExecutor(2) as pool:
+        long = pool.submit(flexdraft.generate, _named("decoding", max_new_tokens=1500))
+        other = pool.submit(flexdraft.generate, _named("other", max_new_tokens=40))
+        eventually(lambda: flexdraft.load()["num_running_reqs"] == 2, 30, lambda: f"{flexdraft.load()}")
+        flexdraft.abort("decoding")
+        assert long.result(timeout=10).finish["type"] == "abort"
+        assert other.result(timeout=60).finish["type"] == "length"
+    assert_idle(flexdraft, within_s=5.0)
+
+
+def test_abort_while_queued(small: Server) -> None:
+    """Law M3: a request that waits for memory can be aborted; those that run are not touched."""
+    with ThreadPoolExecutor(8) as pool:
+        running = [pool.submit(small.generate, _named(f"running {i}", max_new_tokens=120)) for i in range(6)]
+        eventually(lambda: small.load()["num_waiting_reqs"] > 0, 30, lambda: f"nothing waits: {small.load()}")
+        queued = pool.submit(small.generate, _named("queued", max_new_tokens=120))
+        time.sleep(0.3)
+        small.abort("queued")
+        reply = queued.result(timeout=10)
+        assert reply.finish["type"] == "abort" and reply.completion_tokens == 0, reply
+        assert [future.result(timeout=120).completion_tokens for future in running] == [120] * 6
+    assert_idle(small, within_s=5.0)
+
+
+def test_abort_while_reading_the_prompt(paged: Server) -> None:
+    """Law M3: a request in the middle of a chunked prefill can be aborted."""
+    paged.flush()
+    request = Request((LONG_TEXT * 3)[:6000], {"max_new_tokens": 200, "ignore_eos": True}, {"rid": "prefill"})
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(paged.generate, request)
+        eventually(lambda: paged.load()["num_used_tokens"] > 0, 30, lambda: f"{paged.load()}")
+        paged.abort("prefill")
+        assert future.result(timeout=20).finish["type"] == "abort"
+    assert_idle(paged, within_s=5.0)
+
+
+def _named(name: str, **sampling: object) -> Request:
+    return Request(f"{name}: once upon a time", {"ignore_eos": True, **sampling}, {"rid": name})
+
+
+def _mixed(index: int) -> Request:
+    """Return one of eight kinds of request, none of them long."""
+    kinds: list[dict[str, object]] = [
+        {},
+        {"temperature": 1.0, "top_p": 0.9},
+        {"stop": [" the", "."]},
+        {"frequency_penalty": 0.5},
+        {"regex": "[a-z]{3,6}"},
+        {"min_new_tokens": 3},
+        {"ignore_eos": True, "max_new_tokens": 9},
+        {"temperature": 0.7, "top_k": 5, "min_p": 0.1},
+    ]
+    fields = {"return_logprob": True} if index % 11 == 0 else {}
+    prompt = PROMPTS[index % len(PROMPTS)] if index % 5 else LONG_TEXT[: 40 + 7 * (index % 60)]
+    return Request(prompt, {"max_new_tokens": 1 + index % 6, **kinds[index % len(kinds)]}, fields)
+
+
+def _send(server: Server, index: int, request: Request) -> Reply | None:
+    """Send a request; every 13th client leaves after its first chunk, every 17th is aborted."""
+    if index % 13 == 0:
+        response = server.post("/generate", {**request.body(), "stream": True}, stream=True)
+        next(response.iter_lines())
+        response.close()
+        return None
+    if index % 17 == 0:
+        named = Request(request.prompt, request.sampling, {**request.fields, "rid": f"mixed {index}"})
+        threading.Timer(0.2, server.abort, [f"mixed {index}"]).start()
+        return server.generate(named)
+    return server.generate(request)

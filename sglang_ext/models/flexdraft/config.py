@@ -51,7 +51,7 @@ class FlexDraftConfig:
     vocabulary_digest: str | None = None
 
     def __post_init__(self) -> None:
-        _check(self, "FlexDraft config")
+        _check(self)
 
     @property
     def split(self) -> int:
@@ -124,6 +124,7 @@ class FlexDraftConfig:
                 "a drafter has one layer per target layer it joins",
                 "correct config.json",
             )
+        _check_layer_ids(ids, integer(d, "num_target_layers", where), inside)
         calibrator, rank = _calibrator(method, inside)
         return _from_shape(
             target_shape(d, where, layers_key="num_target_layers"),
@@ -133,7 +134,6 @@ class FlexDraftConfig:
             calibrator_rank=rank,
             target_name=_optional_text(method, "target_name", inside),
             vocabulary_digest=_optional_text(method, "vocabulary_digest", inside),
-            where=where,
         )
 
     def to_hf_dict(self, target_hf_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,7 +192,6 @@ def _from_shape(
     calibrator_rank: int,
     target_name: str | None,
     vocabulary_digest: str | None,
-    where: str = "FlexDraft config",
 ) -> FlexDraftConfig:
     return FlexDraftConfig(
         block_size=block_size,
@@ -213,17 +212,21 @@ def _from_shape(
     )
 
 
-def _check(config: FlexDraftConfig, where: str) -> None:
-    if config.block_size < 2:
-        raise Refusal(f"{where} has block_size = {config.block_size}", "a block has at least 2 slots", "correct it")
-    ids, layers = config.target_layer_ids, config.num_target_layers
-    expected = tuple(range(layers - len(ids), layers))
-    if not ids or ids != expected:
+def _check_layer_ids(ids: tuple[int, ...], num_target_layers: int, where: str) -> None:
+    expected = tuple(range(num_target_layers - len(ids), num_target_layers))
+    if not ids or ids[0] < 0 or ids != expected:
         raise Refusal(
             f"{where} has target_layer_ids = {list(ids)}",
-            f"they are contiguous and end at the target's last layer, {layers - 1}",
+            f"they are contiguous and end at the target's last layer, {num_target_layers - 1}",
             "correct target_layer_ids or num_target_layers in config.json",
         )
+
+
+def _check(config: FlexDraftConfig) -> None:
+    where, ids = "FlexDraft config", config.target_layer_ids
+    if config.block_size < 2:
+        raise Refusal(f"{where} has block_size = {config.block_size}", "a block has at least 2 slots", "correct it")
+    _check_layer_ids(ids, config.num_target_layers, where)
     if config.num_layers != len(ids):
         raise Refusal(
             f"{where} has {config.num_layers} layers and {len(ids)} target_layer_ids",

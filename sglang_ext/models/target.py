@@ -19,36 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sglang_ext.core.refusal import Refusal
-
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
-
-
-@dataclass(frozen=True)
-class TargetShape:
-    """The sizes of a dense target that a drafter depends on."""
-
-    architecture: str
-    hidden_size: int
-    num_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    rms_norm_eps: float
-    qk_norm: bool
-
-    @property
-    def group(self) -> int:
-        """Query heads per key/value head."""
-        return self.num_attention_heads // self.num_key_value_heads
-
-    @property
-    def query_width(self) -> int:
-        return self.num_attention_heads * self.head_dim
-
-    @property
-    def key_width(self) -> int:
-        return self.num_key_value_heads * self.head_dim
+from sglang_ext.models.families import TargetShape, target_shape
 
 
 @dataclass(frozen=True)
@@ -95,32 +66,14 @@ class Target:
     """The frozen target. ``embedding``, ``layers``, ``final_norm`` and ``head`` are tensors without gradient."""
 
     def __init__(self, model: Any, where: str = "the target") -> None:
-        config = model.config
-        architecture = type(model).__name__
-        if architecture not in SUPPORTED_ARCHITECTURES:
-            raise Refusal(
-                f"{where} is a {architecture}",
-                f"dense targets: {', '.join(SUPPORTED_ARCHITECTURES)}",
-                "give the folder of a Llama or Qwen3 dense model",
-            )
-        self.hf_config: dict[str, Any] = config.to_dict()
-        if any(parameter_name.endswith("proj.bias") for parameter_name, _ in model.named_parameters()):
-            raise Refusal(f"{where} has projection biases", "targets without projection biases", "use another target")
-        windows = {kind for kind in (config.layer_types if "layer_types" in self.hf_config else ()) if kind}
-        if windows - {"full_attention"}:
-            raise Refusal(f"{where} uses {sorted(windows)}", "full attention in every layer", "use another target")
-        first = model.model.layers[0].self_attn
-        self.shape = TargetShape(
-            architecture=architecture,
-            hidden_size=config.hidden_size,
-            num_layers=config.num_hidden_layers,
-            num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_key_value_heads,
-            head_dim=first.head_dim,
-            vocab_size=config.vocab_size,
-            rms_norm_eps=config.rms_norm_eps,
-            qk_norm=architecture == "Qwen3ForCausalLM",
-        )
+        self.hf_config: dict[str, Any] = model.config.to_dict()
+        self.shape = target_shape(self.hf_config, where)
+        self.eps = float(self.hf_config["rms_norm_eps"])
+        self.query_width = self.shape.num_attention_heads * self.shape.head_dim
+        self.key_width = self.shape.num_key_value_heads * self.shape.head_dim
+        self.group = self.shape.num_attention_heads // self.shape.num_key_value_heads
+        if any(name.endswith("proj.bias") for name, _ in model.named_parameters()):
+            raise Refusal(f"{where} has projection biases", "targets without them", "choose another target")
         self.embedding = model.model.embed_tokens.weight.detach()
         self.final_norm = model.model.norm.weight.detach()
         self.head = model.lm_head.weight.detach()
@@ -168,15 +121,19 @@ class Target:
     def project(self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q ``[B, Q, Hq, D]``, k and v ``[B, Q, Hkv, D]`` of normed rows ``x [B, Q, H]``, q and k rotated."""
         shape = self.shape
-        widths = (shape.query_width, shape.key_width, shape.key_width)
+        widths = (self.query_width, self.key_width, self.key_width)
         q, k, v = (part.unflatten(-1, (-1, shape.head_dim)) for part in F.linear(x, layer.qkv).split(widths, dim=-1))
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = rms_norm(q, layer.q_norm, shape.rms_norm_eps), rms_norm(k, layer.k_norm, shape.rms_norm_eps)
-        return apply_rope(q, cos[..., None, :], sin[..., None, :]), apply_rope(k, cos[..., None, :], sin[..., None, :]), v
+            q, k = rms_norm(q, layer.q_norm, self.eps), rms_norm(k, layer.k_norm, self.eps)
+        return (
+            apply_rope(q, cos[..., None, :], sin[..., None, :]),
+            apply_rope(k, cos[..., None, :], sin[..., None, :]),
+            v,
+        )
 
     def feed_forward(self, layer: LayerWeights, hidden: Tensor) -> Tensor:
         """``hidden`` plus the layer's feed-forward part, for rows of any shape ``[..., H]``."""
-        gate, up = F.linear(rms_norm(hidden, layer.post_norm, self.shape.rms_norm_eps), layer.gate_up).chunk(2, dim=-1)
+        gate, up = F.linear(rms_norm(hidden, layer.post_norm, self.eps), layer.gate_up).chunk(2, dim=-1)
         return hidden + F.linear(F.silu(gate) * up, layer.down)
 
     @torch.no_grad()
@@ -189,15 +146,14 @@ class Target:
         values ``[B, Q, Hkv, D]``. Rows are causal, so padding on the right changes nothing before it. The result is
         before the final norm.
         """
-        shape = self.shape
         hidden = F.embedding(token_ids, self.embedding)
         cos, sin = self.rope(torch.arange(token_ids.shape[1], device=token_ids.device)[None])
         for index, layer in enumerate(self.layers):
-            q, k, v = self.project(layer, rms_norm(hidden, layer.input_norm, shape.rms_norm_eps), cos, sin)
+            q, k, v = self.project(layer, rms_norm(hidden, layer.input_norm, self.eps), cos, sin)
             if on_layer is not None:
                 on_layer(index, hidden, k, v)
             mixed = F.scaled_dot_product_attention(
-                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=shape.group > 1
+                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=self.group > 1
             )
             hidden = hidden + F.linear(mixed.transpose(1, 2).flatten(2), layer.o)
             hidden = self.feed_forward(layer, hidden)
@@ -218,11 +174,11 @@ class Target:
         cos, sin = self.rope(lengths[:, None])
         hidden = F.embedding(token_ids, self.embedding)
         for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
-            normed = rms_norm(hidden, layer.input_norm, shape.rms_norm_eps)
+            normed = rms_norm(hidden, layer.input_norm, self.eps)
             q, k, v = self.project(layer, normed[:, None], cos, sin)
             keys[rows, :, lengths] = k[:, 0]
             values[rows, :, lengths] = v[:, 0]
-            grouped = q.view(count, shape.num_key_value_heads, shape.group, shape.head_dim)
+            grouped = q.view(count, shape.num_key_value_heads, self.group, shape.head_dim)
             mixed = F.scaled_dot_product_attention(
                 grouped, keys[:count, :, :span], values[:count, :, :span], attn_mask=mask
             )
@@ -231,4 +187,4 @@ class Target:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and LM head of rows ``[..., H]``."""
-        return F.linear(rms_norm(hidden, self.final_norm, self.shape.rms_norm_eps), self.head)
+        return F.linear(rms_norm(hidden, self.final_norm, self.eps), self.head)

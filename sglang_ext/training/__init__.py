@@ -1,0 +1,1 @@
+"""Making a drafter: regenerate responses with the target, train, evaluate offline, export."""

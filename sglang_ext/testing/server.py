@@ -132,22 +132,28 @@ class Request:
 
 
 class Server:
-    """A running server. Use :func:`start`, or the constructor and :meth:`wait_ready` to start several at once."""
+    """A running server, as its clients see it. :meth:`launch` starts one; the constructor takes one that runs already.
 
-    def __init__(self, launch: Launch, log: Path) -> None:
-        self.launch = launch
+    Args:
+        url: its address.
+        log: the file it prints to, if known.
+        process: its process, if it is ours to stop.
+    """
+
+    def __init__(self, url: str, log: Path | None = None, process: subprocess.Popen[bytes] | None = None) -> None:
+        self.url = url.rstrip("/")
         self.log = log
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.started_s = time.monotonic()
-        self._output = log.open("wb")
-        self.process = subprocess.Popen(
-            launch.command(self.port),
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-            env=launch.env(),
-            start_new_session=True,
-        )
+        self.process = process
+
+    @classmethod
+    def launch(cls, launch: Launch, log: Path) -> Server:
+        """Start a server's process and return at once; :meth:`wait_ready` waits for it."""
+        port = free_port()
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                launch.command(port), stdout=output, stderr=subprocess.STDOUT, env=launch.env(), start_new_session=True
+            )
+        return cls(f"http://127.0.0.1:{port}", log, process)
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> Server:
         """Wait until the server generates its first token.
@@ -157,7 +163,7 @@ class Server:
         """
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            if self.process.poll() is not None:
+            if self.process is not None and self.process.poll() is not None:
                 raise ServerError(f"the server ended with code {self.process.returncode}:\n{self.log_tail()}")
             try:
                 if requests.get(self.url + "/health_generate", timeout=30).status_code == 200:
@@ -169,7 +175,9 @@ class Server:
         raise ServerError(f"the server was not ready after {timeout_s:.0f} s:\n{self.log_tail()}")
 
     def stop(self) -> None:
-        """End the server and every process it started."""
+        """End the server and every process it started, if they are ours."""
+        if self.process is None:
+            return
         for sent in (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(self.process.pid, sent)
@@ -179,10 +187,15 @@ class Server:
                 self.process.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 continue
-        self._output.close()
 
     def log_text(self) -> str:
-        """Return everything the server has printed."""
+        """Return everything the server has printed.
+
+        Raises:
+            ServerError: its log is not known.
+        """
+        if self.log is None:
+            raise ServerError(f"the log of {self.url} is not known")
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def log_tail(self, characters: int = 4000) -> str:
@@ -224,7 +237,7 @@ class Server:
 
     def tokenize(self, text: str) -> list[int]:
         """Return the prompt's token ids as the server sees them."""
-        body = {"model": "default", "prompt": text, "add_special_tokens": False}
+        body = {"model": "default", "prompt": text}
         tokens: list[int] = _checked(self.post("/tokenize", body)).json()["tokens"]
         return tokens
 
@@ -244,7 +257,7 @@ class Server:
 
 def start(launch: Launch, log: Path) -> Server:
     """Start a server and wait until it is ready."""
-    return Server(launch, log).wait_ready()
+    return Server.launch(launch, log).wait_ready()
 
 
 @dataclass(frozen=True)
@@ -268,9 +281,9 @@ class Starter:
     @contextmanager
     def running(self, **launches: Launch) -> Iterator[dict[str, Server]]:
         """Start servers together, wait until all are ready, and stop them at the end."""
-        servers = {name: Server(launch, self.logs / f"{name}.log") for name, launch in launches.items()}
+        servers = {name: Server.launch(launch, self.logs / f"{name}.log") for name, launch in launches.items()}
         try:
-            with ThreadPoolExecutor(len(servers)) as pool:
+            with ThreadPoolExecutor(max(1, len(servers))) as pool:
                 list(pool.map(Server.wait_ready, servers.values()))
             yield servers
         finally:
@@ -306,13 +319,15 @@ def run_until_exit(launch: Launch, log: Path, timeout_s: float = 90.0) -> Refuse
     Raises:
         ServerError: it was still running after ``timeout_s``.
     """
-    server = Server(launch, log)
+    started = time.monotonic()
+    server = Server.launch(launch, log)
+    assert server.process is not None
     try:
         code = server.process.wait(timeout_s)
     except subprocess.TimeoutExpired as error:
         raise ServerError(f"still running after {timeout_s:.0f} s:\n{server.log_tail()}") from error
     finally:
-        seconds = time.monotonic() - server.started_s
+        seconds = time.monotonic() - started
         server.stop()
     return Refused(code, seconds, server.log_text())
 

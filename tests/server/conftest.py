@@ -55,12 +55,25 @@ def starter(pytestconfig: pytest.Config, target: Path, tmp_path_factory: pytest.
     return Starter(target, tmp_path_factory.mktemp("servers"), pytestconfig.getoption("--server-threads"))
 
 
+def _running(pytestconfig: pytest.Config) -> dict[str, Server]:
+    """Servers named by ``--running``."""
+    servers = {}
+    for option in pytestconfig.getoption("--running"):
+        name, _, where = option.partition("=")
+        url, _, log = where.partition(",")
+        if name not in SESSION_SERVERS:
+            raise pytest.UsageError(f"--running {option}: NAME is one of {', '.join(SESSION_SERVERS)}")
+        servers[name] = Server(url, Path(log) if log else None).wait_ready()
+    return servers
+
+
 @pytest.fixture(scope="session")
 def session_servers(request: pytest.FixtureRequest, starter: Starter, drafter: Path) -> Iterator[dict[str, Server]]:
     """The session's servers that any selected test needs, started together."""
     wanted = {name for item in request.session.items for name in item.fixturenames} & set(SESSION_SERVERS)
     if any("speculator" in item.fixturenames for item in request.session.items):
         wanted = set(SESSION_SERVERS)
+    running = _running(request.config)
     launches = {
         "plain": starter.launch(),
         "scripted": starter.launch("--speculative-algorithm", "scripted"),
@@ -68,8 +81,9 @@ def session_servers(request: pytest.FixtureRequest, starter: Starter, drafter: P
             "--speculative-algorithm", "flexdraft", "--speculative-draft-model-path", str(drafter)
         ),
     }
-    with starter.running(**{name: launch for name, launch in launches.items() if name in wanted}) as servers:
-        yield servers
+    missing = {name: launch for name, launch in launches.items() if name in wanted - set(running)}
+    with starter.running(**missing) as servers:
+        yield running | servers
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Entry points the host loads: ``register`` (algorithms, CPU hooks) and ``activate_platform``.
+"""Entry points the host loads: ``register`` (algorithms) and ``activate_platform``.
 
 The host calls ``register`` in every process of a server and only logs what it raises; users would then read "Unknown
 speculative algorithm". So whatever goes wrong is kept and raised again, with its fix, when the algorithm is asked for.
@@ -18,13 +18,13 @@ ALGORITHM_NAMES = ("FLEXDRAFT",)
 
 def activate_platform() -> str | None:
     """Return the CPU platform class path on a machine without an accelerator, else None."""
-    from sglang_ext.serving.platform.cpu import activate
+    from sglang_ext.serving.platform.activation import activate
 
     return activate()
 
 
 def register() -> None:
-    """Register algorithms and, on the CPU platform, the hooks it needs. Safe to call repeatedly."""
+    """Register the algorithms. Safe to call repeatedly."""
     try:
         _register()
     except Exception as error:
@@ -37,15 +37,16 @@ def _register() -> None:
     from sglang_ext.serving import host_symbols
 
     host_symbols.require()
-    from sglang_ext.serving.platform import cpu
+    from sglang_ext.serving.platform import activation
 
-    if cpu.is_active():
+    if activation.is_active():
         from sglang_ext.serving.platform import shims
 
-        shims.install_hooks()
-    from sglang_ext.serving import algorithm
+        shims.allow_draft_backend()
+    from sglang_ext.serving import algorithm, request_hooks
 
     algorithm.register()
+    request_hooks.install(algorithm.ALGORITHMS)
 
 
 def register_refusal(name: str, error: Exception) -> None:

@@ -196,7 +196,7 @@ class SdpaBackend(TorchNativeAttnBackend):
         window = layer.sliding_window_size if causal and layer.sliding_window_size > -1 else None
         if self.plan.whole and not self.plan.long:
             out = self._attend_group(self.plan.groups[0], query, layer, causal, window, sinks)
-            return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
+            return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
         out = q.new_empty(query.shape[0], layer.tp_q_head_num, layer.v_head_dim)
         for group in self.plan.groups:
             rows = group.packed.view(-1) if group.valid is None else group.packed.view(-1)[group.valid]

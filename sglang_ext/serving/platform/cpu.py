@@ -1,10 +1,8 @@
-"""The out-of-tree CPU platform and the rule that decides when it is active."""
+"""The out-of-tree CPU platform. Only the host imports this module, once it has decided to use it."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -14,59 +12,14 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-PLATFORM_NAME = "sglang_ext_cpu"
-"""Entry point name; ``SGLANG_PLATFORM=sglang_ext_cpu`` asks for it by hand."""
-
-BACKEND_NAME = "torch_native"
-"""Registry name our attention backend takes over: the host treats this name as safe without Triton everywhere."""
+from sglang_ext.serving.platform.activation import BACKEND_NAME
 
 DEFAULT_MEM_FRACTION = 0.5
 DEFAULT_POOL_TOKENS = 65536
 DEFAULT_CHUNKED_PREFILL = 2048
+DEFAULT_RUNNING_REQUESTS = 48
 
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-
-
-def is_active() -> bool:
-    """True if this process runs on our CPU platform."""
-    from sglang.srt.platforms import current_platform
-
-    return isinstance(current_platform, SglangExtCpuPlatform)
-
-
-def should_activate(asked: str | None, accelerator: bool, other_platforms: Iterable[str]) -> bool:
-    """Decide whether the platform serves this machine.
-
-    Args:
-        asked: value of ``SGLANG_PLATFORM``, None or empty if unset.
-        accelerator: torch sees an accelerator (CUDA, ROCm, XPU, NPU, MPS).
-        other_platforms: entry point names of other installed platforms. The host refuses two active platforms, so
-            without an explicit request ours gives way.
-    """
-    if asked:
-        return asked == PLATFORM_NAME
-    return not accelerator and not list(other_platforms)
-
-
-def other_platforms(allowed: str | None) -> list[str]:
-    """Names of other platforms the host would activate; ``allowed`` is the value of ``SGLANG_PLUGINS``."""
-    names = {entry.name for entry in entry_points(group="sglang.srt.platforms")} - {PLATFORM_NAME}
-    if allowed:
-        names &= {name.strip() for name in allowed.split(",")}
-    return sorted(names)
-
-
-def accelerator_present() -> bool:
-    """True if torch sees any accelerator."""
-    return torch.cuda.is_available() or torch.accelerator.is_available()
-
-
-def activate() -> str | None:
-    """Return the platform class path if it should serve this machine, else None (the host's protocol)."""
-    active = should_activate(
-        os.environ.get("SGLANG_PLATFORM"), accelerator_present(), other_platforms(os.environ.get("SGLANG_PLUGINS"))
-    )
-    return f"{__name__}:SglangExtCpuPlatform" if active else None
 
 
 def memory_limit(limits: Iterable[Path] = _CGROUP_LIMITS) -> int:
@@ -114,6 +67,12 @@ class SglangExtCpuPlatform(CpuDeviceMixin, SRTPlatform):
                 server_args.max_total_tokens = DEFAULT_POOL_TOKENS
         if server_args.chunked_prefill_size is None:
             server_args.chunked_prefill_size = DEFAULT_CHUNKED_PREFILL
+        if server_args.max_running_requests is None:
+            server_args.max_running_requests = DEFAULT_RUNNING_REQUESTS
+        # The host's idle loop polls without pause, which on a CPU takes a core from everybody else.
+        server_args.sleep_on_idle = True
+        if server_args.enable_deterministic_inference and server_args.attention_backend is None:
+            server_args.attention_backend = BACKEND_NAME
 
     def get_default_attention_backend(self) -> str:
         """Ours, under the host's name."""
@@ -166,10 +125,10 @@ class SglangExtCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "CPU"
 
     def init_backend(self) -> None:
-        """Put our attention backend in place; called once in every process that runs a model."""
-        from sglang_ext.serving.platform.shims import install_attention_backend
+        """Put the attention backend and the hooks in place; called once in every process that runs a model."""
+        from sglang_ext.serving.platform.shims import install_worker_shims
 
-        install_attention_backend()
+        install_worker_shims()
 
     def post_load_model(self, model: torch.nn.Module) -> None:
         """Make sure that every shim took, before pools and workers are built on it.

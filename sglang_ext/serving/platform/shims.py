@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_ext.serving.platform.cpu import BACKEND_NAME
+from sglang_ext.serving.platform.activation import BACKEND_NAME
 
 REQ_TO_TOKEN_HOOK = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
 
@@ -55,26 +55,33 @@ def make_attention_backend(model_runner: Any) -> Any:
     return SdpaBackend(model_runner)
 
 
-def install_attention_backend() -> None:
-    """Take over the registry entry; the host's draft workers may name it too."""
+def allow_draft_backend() -> None:
+    """Let the host accept our backend for drafters and deterministic inference; must run before arguments are parsed."""
     from sglang.srt.arg_groups import choices
-    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-    ATTENTION_BACKENDS[BACKEND_NAME] = make_attention_backend
     if BACKEND_NAME not in choices.DRAFT_ATTENTION_BACKEND_CHOICES:
         choices.add_draft_attention_backend_choices([BACKEND_NAME])
+    if BACKEND_NAME not in choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES:
+        choices.add_deterministic_attention_backend_choices([BACKEND_NAME])
 
 
 @functools.cache
-def install_hooks() -> None:
-    """Register the hook and the patch that have no public seam; the host applies hooks after all plugins ran."""
-    from sglang.srt.arg_groups import choices
+def install_worker_shims() -> None:
+    """Put everything in place in a process that runs a model; other processes never import what it touches.
+
+    The host calls this while it imports its model runner. In a scheduler process that is before it loads plugins, and
+    it applies all hooks afterwards; where plugins were loaded earlier the hook is applied here.
+    """
+    from sglang.srt import plugins
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(REQ_TO_TOKEN_HOOK, write_request_slots, HookType.REPLACE)
-    if BACKEND_NAME not in choices.DRAFT_ATTENTION_BACKEND_CHOICES:
-        choices.add_draft_attention_backend_choices([BACKEND_NAME])
+    ATTENTION_BACKENDS[BACKEND_NAME] = make_attention_backend
+    allow_draft_backend()
     _tolerate_record_stream()
+    HookRegistry.register(REQ_TO_TOKEN_HOOK, write_request_slots, HookType.REPLACE)
+    if plugins._plugins_loaded:
+        HookRegistry.apply_hooks()
 
 
 def _tolerate_record_stream() -> None:

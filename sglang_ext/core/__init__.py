@@ -1,0 +1,1 @@
+"""Pure torch: what to draft, how wide, which mask, which tokens are accepted. Knows no engine."""

@@ -1,0 +1,165 @@
+"""What a user may set: server options (one JSON object) and per-request overrides (one JSON object in the request).
+
+Server options travel in ``--speculative-adaptive-config``, a stock string flag that reaches every process; its value is
+a file name or the JSON object itself. Request overrides travel in ``sampling_params.custom_params["speculative"]``
+(``custom_params`` on the OpenAI routes). Every key of both is listed here; an unknown one is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_ext.core.accept import AcceptRule
+from sglang_ext.core.prune import PruneConfig, PruneStrategy
+from sglang_ext.core.refusal import Refusal, nearest, refuse_unknown
+from sglang_ext.core.schedule import MODE_NAMES, ModePolicy
+
+PRUNING = tuple(strategy.value for strategy in PruneStrategy)
+ACCEPTANCE = tuple(rule.value for rule in AcceptRule if rule is not AcceptRule.GREEDY)
+OPTIONS_FLAG = "--speculative-adaptive-config"
+REQUEST_KEY = "speculative"
+
+
+@dataclass(frozen=True)
+class SpecOptions:
+    """Server-wide options of the ``flexdraft`` algorithm.
+
+    Attributes:
+        mode: ``auto`` picks by batch size; ``parallel``, ``sequential`` and ``plain`` force one mode.
+        parallel_max_batch: largest decode batch for which ``auto`` drafts in parallel (FlexDraft section 4).
+        plain_min_batch: batch size from which ``auto`` stops drafting; ``null`` means never.
+        pruning: selective verification strategy (FlexDraft section 4).
+        prune_threshold: its threshold, a probability in (0, 1).
+        acceptance: rule for sampled requests (FlexDraft section 5); greedy requests always match exactly.
+        draft_top_m: width of the truncated draft distribution stored per slot under ``rejection``.
+        profile: time the parts of every step; ``/server_info`` shows the sums (``sglang-ext bench steps`` reads them).
+    """
+
+    mode: str = "auto"
+    parallel_max_batch: int = 2
+    plain_min_batch: int | None = None
+    pruning: str = "cumulative_product"
+    prune_threshold: float = 0.01
+    acceptance: str = "target_only"
+    draft_top_m: int = 64
+    profile: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("mode", self.mode, MODE_NAMES)
+        _one_of("pruning", self.pruning, PRUNING)
+        _one_of("acceptance", self.acceptance, ACCEPTANCE)
+        _integer("parallel_max_batch", self.parallel_max_batch, minimum=0)
+        _integer("draft_top_m", self.draft_top_m, minimum=1)
+        if self.plain_min_batch is not None:
+            _integer("plain_min_batch", self.plain_min_batch, minimum=1)
+        threshold = self.prune_threshold
+        if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0.0 < threshold < 1.0:
+            raise Refusal(
+                f"{OPTIONS_FLAG}: prune_threshold is {threshold!r}",
+                "a number strictly between 0 and 1 is allowed",
+                "the paper's default is 0.01",
+            )
+        if not isinstance(self.profile, bool):
+            raise Refusal(f"{OPTIONS_FLAG}: profile is {self.profile!r}", "true or false is allowed", "correct the value")
+        self.mode_policy()  # its thresholds may contradict each other
+
+    def mode_policy(self) -> ModePolicy:
+        """Return the policy that picks each step's mode."""
+        return ModePolicy(self.mode, self.parallel_max_batch, self.plain_min_batch)
+
+    def prune_config(self) -> PruneConfig:
+        """Return the selective-verification settings."""
+        return PruneConfig(PruneStrategy(self.pruning), float(self.prune_threshold))
+
+    def accept_rule(self) -> AcceptRule:
+        """Return the acceptance rule of sampled requests."""
+        return AcceptRule(self.acceptance)
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """Per-request overrides: ``custom_params={"speculative": {"mode": "plain", "records": true}}``.
+
+    Attributes:
+        mode: force one mode for this request only; ``None`` follows the server.
+        records: return one ``StepRecord`` per decoding step in ``meta_info["speculative"]``.
+        script: which scripted drafter answers this request (``scripted`` algorithm only).
+    """
+
+    mode: str | None = None
+    records: bool = False
+    script: str | None = None
+
+
+def load_options(value: str | None) -> SpecOptions:
+    """Read :class:`SpecOptions` from the flag's value: a file name, a JSON object, or ``None`` for the defaults.
+
+    Raises:
+        Refusal: unreadable file, malformed JSON, unknown key or bad value; the message names the flag.
+    """
+    if value is None:
+        return SpecOptions()
+    text, where = _read(value)
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise Refusal(f"{OPTIONS_FLAG} {where} is not JSON ({error})", "a JSON object is allowed", "correct it") from error
+    if not isinstance(data, dict):
+        raise Refusal(f"{OPTIONS_FLAG} {where} holds a {type(data).__name__}", "a JSON object is allowed", "correct it")
+    refuse_unknown(f"{OPTIONS_FLAG} {where}", data, [field.name for field in dataclasses.fields(SpecOptions)])
+    return SpecOptions(**data)
+
+
+def parse_request_options(custom_params: Mapping[str, Any] | None) -> RequestOptions:
+    """Read a request's overrides.
+
+    Raises:
+        ValueError: unknown key, unknown mode, or wrong type; the server answers 400 with this message.
+    """
+    given = None if custom_params is None else custom_params.get(REQUEST_KEY)
+    if given is None:
+        return RequestOptions()
+    where = f"custom_params[{REQUEST_KEY!r}]"
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{where} is a {type(given).__name__}; an object such as {{'mode': 'plain'}} is allowed")
+    allowed = [field.name for field in dataclasses.fields(RequestOptions)]
+    for key in given:
+        if key not in allowed:
+            raise ValueError(f"{where} has unknown key {key!r}{nearest(key, allowed)}; known keys: {', '.join(allowed)}")
+    options = RequestOptions(**given)
+    if options.mode is not None and options.mode not in MODE_NAMES:
+        raise ValueError(f"{where}.mode is {options.mode!r}; allowed: {', '.join(MODE_NAMES)}")
+    if not isinstance(options.records, bool):
+        raise ValueError(f"{where}.records is {options.records!r}; true or false is allowed")
+    if options.script is not None and not isinstance(options.script, str):
+        raise ValueError(f"{where}.script is {options.script!r}; a string is allowed")
+    return options
+
+
+def _read(value: str) -> tuple[str, str]:
+    if value.lstrip().startswith("{"):
+        return value, "(inline)"
+    try:
+        return Path(value).read_text(encoding="utf-8"), value
+    except (OSError, UnicodeDecodeError) as error:
+        raise Refusal(
+            f"{OPTIONS_FLAG} {value!r} cannot be read ({error})",
+            "a readable JSON file or an inline JSON object is allowed",
+            """for example --speculative-adaptive-config '{"mode": "sequential"}'""",
+        ) from error
+
+
+def _one_of(key: str, given: object, allowed: tuple[str, ...]) -> None:
+    if given not in allowed:
+        hint = nearest(given, allowed) if isinstance(given, str) else ""
+        raise Refusal(f"{OPTIONS_FLAG}: {key} is {given!r}{hint}", f"allowed: {', '.join(allowed)}", "correct the value")
+
+
+def _integer(key: str, given: object, minimum: int) -> None:
+    if isinstance(given, bool) or not isinstance(given, int) or given < minimum:
+        raise Refusal(f"{OPTIONS_FLAG}: {key} is {given!r}", f"an integer >= {minimum} is allowed", "correct the value")

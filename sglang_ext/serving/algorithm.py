@@ -1,0 +1,145 @@
+"""Registration of the algorithms with the host, and every start-up refusal.
+
+``register`` runs in each process of the server, before arguments are parsed; it must stay light. The order at start:
+:func:`validate_server_args` refuses what cannot work, ``PluginAlgorithm.handle_server_args`` fills in what follows from
+the drafter, and the worker is built after the target's weights are loaded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+from sglang_ext.core.config import OPTIONS_FLAG
+from sglang_ext.core.refusal import Refusal
+from sglang_ext.serving.plan import SpecPlan, resolve_plan
+
+ALGORITHMS = ("FLEXDRAFT", "SCRIPTED")
+DEFAULT_MAX_RUNNING_REQUESTS = 48
+
+
+class PluginAlgorithm(CustomSpecAlgo):
+    """One of our algorithms as the host sees it.
+
+    The stock base class lacks three methods its callers use; they are added here. Drafts read the target's own cache,
+    so there is no drafter KV pool to account for.
+    """
+
+    def supports_target_verify_for_draft(self) -> bool:
+        """Target passes run as TARGET_VERIFY, so graphs are captured for that mode."""
+        return True
+
+    def has_draft_kv(self) -> bool:
+        """FlexDraft keeps no drafter KV pool."""
+        return False
+
+    def carries_draft_hidden_states(self) -> bool:
+        """No hidden states travel between steps."""
+        return False
+
+    def need_topk(self) -> bool:
+        """No top-k relay: drafts stay in the worker."""
+        return False
+
+    def get_platform_worker_cls(self) -> None:
+        """No platform replaces our worker."""
+        return None
+
+    def create_future_map(
+        self,
+        device: Any,
+        req_to_token_pool: Any,
+        needs_cpu_seq_lens: bool = True,
+        needs_confidence_relay: bool = False,
+    ) -> Any:
+        """Build the host's relay of lengths and bonus tokens between overlapped steps."""
+        from sglang.srt.managers.overlap_utils import FutureMap
+
+        return FutureMap(device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay)
+
+    def handle_server_args(self, server_args: Any) -> None:
+        """Set the fields that follow from the drafter; refuse what the drafter cannot do."""
+        plan = plan_from_args(self.name, server_args)
+        server_args.speculative_num_draft_tokens = plan.block_size
+        server_args.speculative_num_steps = 1
+        server_args.speculative_eagle_topk = 1
+        if server_args.max_running_requests is None:
+            server_args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
+        if server_args.device == "cpu":
+            # One process runs both the scheduler and the forward pass on a CPU: overlap only delays stops by one step.
+            server_args.disable_overlap_schedule = True
+
+
+def plan_from_args(algorithm: str, server_args: Any) -> SpecPlan:
+    """Resolve the :class:`SpecPlan` from the host's argument record (idempotent)."""
+    return resolve_plan(
+        algorithm,
+        model_path=server_args.model_path,
+        drafter_path=server_args.speculative_draft_model_path,
+        block_size=server_args.speculative_num_draft_tokens,
+        options=server_args.speculative_adaptive_config,
+    )
+
+
+def validate_server_args(server_args: Any) -> None:
+    """Refuse combinations that this release cannot serve losslessly.
+
+    Raises:
+        Refusal: one readable line naming the flag.
+    """
+    for flag, on, fix in _unsupported(server_args):
+        if on:
+            raise Refusal(
+                f"{flag} was given together with --speculative-algorithm {server_args.speculative_algorithm.lower()}",
+                "this combination is not supported",
+                fix,
+            )
+
+
+def _unsupported(args: Any) -> list[tuple[str, bool, str]]:
+    drop = "leave the flag out"
+    return [
+        ("--pp-size", args.pp_size != 1, "use --pp-size 1"),
+        ("--tp-size", args.tp_size != 1, "use --tp-size 1"),
+        ("--dp-size", args.dp_size != 1, "run one server per replica behind a router"),
+        ("--enable-dp-attention", bool(args.enable_dp_attention), drop),
+        ("--disaggregation-mode", args.disaggregation_mode != "null", drop),
+        ("--enable-two-batch-overlap", bool(args.enable_two_batch_overlap), drop),
+        ("--enable-lora", bool(args.enable_lora) or bool(args.lora_paths), "merge the adapter into the target"),
+        ("--enable-hierarchical-cache", bool(args.enable_hierarchical_cache), drop),
+        ("--enable-pdmux", bool(args.enable_pdmux), drop),
+        ("--enable-mixed-chunk", bool(args.enable_mixed_chunk), drop),
+        ("--enable-return-hidden-states", bool(args.enable_return_hidden_states), drop),
+        ("--enable-watermark", bool(args.enable_watermark), drop),
+        ("--quantization", args.quantization is not None, "use an unquantised target"),
+        ("--speculative-adaptive", bool(args.speculative_adaptive), f"{OPTIONS_FLAG} alone carries our options"),
+        ("--speculative-num-steps", args.speculative_num_steps not in (None, 1), f"use {'--speculative-num-draft-tokens'}"),
+        ("--speculative-eagle-topk", args.speculative_eagle_topk not in (None, 1), drop),
+        ("--speculative-use-rejection-sampling", bool(args.speculative_use_rejection_sampling),
+         f"""use {OPTIONS_FLAG} '{{"acceptance": "rejection"}}'"""),
+        ("--speculative-accept-threshold-single", args.speculative_accept_threshold_single != 1.0,
+         "leave the flag out: thresholds below 1 change the output"),
+        ("--speculative-accept-threshold-acc", args.speculative_accept_threshold_acc != 1.0,
+         "leave the flag out: thresholds below 1 change the output"),
+        ("--speculative-token-map", args.speculative_token_map is not None, drop),
+        ("--speculative-draft-window-size", args.speculative_draft_window_size is not None, drop),
+    ]  # fmt: skip
+
+
+def _flexdraft_worker(server_args: Any) -> type:
+    from sglang_ext.serving.worker import SpecWorker
+
+    return SpecWorker
+
+
+def register() -> None:
+    """Register our algorithms once per process."""
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+    from sglang.srt.speculative.spec_registry import get_spec
+
+    for name in ALGORITHMS:
+        if get_spec(name) is None:
+            SpeculativeAlgorithm.register(
+                name, supports_overlap=True, validate_server_args=validate_server_args, spec_class=PluginAlgorithm
+            )(_flexdraft_worker)

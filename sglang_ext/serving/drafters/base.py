@@ -1,0 +1,82 @@
+"""The drafter interface: five verbs the worker calls, and the block of drafts they return.
+
+Shape legend: B requests, K block size, V vocabulary, H hidden, M stored width of a truncated draft distribution.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from sglang_ext.core.sampling import SamplingParams
+
+
+class DraftBlock(NamedTuple):
+    """Drafts for the K - 1 positions after the bonus token.
+
+    Attributes:
+        tokens: ``[B, K-1]`` int64 draft ids; an id outside the vocabulary is never accepted.
+        confidence: ``[B, K-1]`` float32 in [0, 1]; a NaN ends selective verification there.
+        q_ids, q_probs: ``[B, K-1, M]`` support and probabilities of the distribution each draft was drawn from, or
+            ``None`` when drafts are argmaxes.
+    """
+
+    tokens: Tensor
+    confidence: Tensor
+    q_ids: Tensor | None = None
+    q_probs: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a drafter may know about the requests it drafts for; all tensors are ``[B]``.
+
+    Attributes:
+        longest: an upper bound on ``lengths``, known on the host.
+        slots: request slots (``req_pool_indices``).
+        lengths: committed tokens in the target's cache; the bonus token sits at this position.
+        bonus: the committed token that is not yet in the cache.
+        reqs: the host's request objects, in the same order.
+        sampling: how each request samples; ``None`` when drafts are argmaxes.
+    """
+
+    slots: Tensor
+    lengths: Tensor
+    bonus: Tensor
+    reqs: list[Any]
+    longest: int
+    sampling: SamplingParams | None = None
+
+    def select(self, rows: Tensor, rows_list: list[int]) -> Context:
+        """Return the context of a subset of the requests."""
+        return Context(
+            slots=self.slots[rows],
+            lengths=self.lengths[rows],
+            bonus=self.bonus[rows],
+            reqs=[self.reqs[i] for i in rows_list],
+            longest=self.longest,
+            sampling=None if self.sampling is None else self.sampling.rows(rows),
+        )
+
+
+class Drafter(ABC):
+    """Makes drafts. Holds no request state: the worker keeps every block until it is verified."""
+
+    #: Whether this drafter can add mask rows to the target pass (parallel mode).
+    can_join: bool = False
+
+    @property
+    @abstractmethod
+    def weight_bytes(self) -> int:
+        """Bytes of weights this drafter holds beside the target's."""
+
+    @abstractmethod
+    def propose(self, context: Context) -> DraftBlock:
+        """Draft after ``context.lengths`` committed tokens in a pass of the drafter's own (sequential mode)."""
+
+    def propose_joined(self, context: Context, mask_hidden: Tensor) -> DraftBlock:
+        """Draft from ``mask_hidden [B, K, H]``, the final hidden states of the chosen group's rows (parallel mode)."""
+        raise NotImplementedError(f"{type(self).__name__} never joins the target pass")

@@ -1,0 +1,51 @@
+"""Builds the drafter a plan names, once the target's weights are loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sglang_ext.core.refusal import Refusal
+from sglang_ext.models.flexdraft import checkpoint
+from sglang_ext.serving.drafters.base import Drafter
+from sglang_ext.serving.plan import DRAFTER_FLAG, SpecPlan
+from sglang_ext.serving.profile import StepProfile
+
+SUPPORTED_TARGETS = ("LlamaForCausalLM", "Qwen3ForCausalLM")
+
+
+def build_drafter(plan: SpecPlan, model_runner: Any, profile: StepProfile) -> Drafter:
+    """Return the drafter of ``plan`` for the loaded target.
+
+    Raises:
+        Refusal: the drafter does not fit the target, or the target's family is not supported.
+    """
+    architecture = type(model_runner.model).__name__
+    if architecture not in SUPPORTED_TARGETS:
+        raise Refusal(
+            f"the target's architecture is {architecture}",
+            f"--speculative-algorithm {plan.algorithm.lower()} supports {', '.join(SUPPORTED_TARGETS)}",
+            "serve a supported target or drop the flag",
+        )
+    if plan.drafter_path is None:
+        from sglang_ext.serving.drafters.scripted import ScriptedDrafter
+
+        return ScriptedDrafter(plan.block_size, model_runner.model_config.vocab_size, model_runner.device)
+    return _build_flexdraft(plan, model_runner, profile)
+
+
+def _build_flexdraft(plan: SpecPlan, model_runner: Any, profile: StepProfile) -> Drafter:
+    from sglang_ext.serving.attention.mask_rows import MaskRowAttention
+    from sglang_ext.serving.drafters.flexdraft import FlexDraftDrafter
+    from sglang_ext.serving.drafters.flexdraft_weights import FlexDraftWeights
+
+    assert plan.drafter_path is not None
+    loaded = checkpoint.load(Path(plan.drafter_path))
+    hf_config = model_runner.model_config.hf_config
+    checkpoint.validate_against_target(loaded.config, hf_config.to_dict(), None, DRAFTER_FLAG)
+    weights = FlexDraftWeights(loaded, model_runner.dtype, model_runner.device, hf_config.rms_norm_eps)
+    attention = MaskRowAttention(
+        model_runner, loaded.config.num_attention_heads // loaded.config.num_key_value_heads
+    )
+    top_m = plan.options.draft_top_m if plan.options.acceptance == "rejection" else None
+    return FlexDraftDrafter(model_runner, weights, attention, plan.block_size, top_m, profile)

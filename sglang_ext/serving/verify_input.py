@@ -1,0 +1,37 @@
+"""The verify input: which rows of a target pass belong to which request, and the mask rows that ride along."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from torch import Tensor
+
+from sglang_ext.serving.attention.mask_rows import MaskRowMeta
+
+
+@dataclass
+class MaskRows:
+    """Mask rows of one pass.
+
+    Attributes:
+        positions: ``[N]`` absolute position of every row (RoPE), N = B * G * K.
+        meta: who sees whom, built once and used by every deep layer.
+        hidden: ``[N, H]`` final hidden states, written by the walk.
+    """
+
+    positions: Tensor
+    meta: MaskRowMeta
+    hidden: Tensor | None = None
+
+
+@dataclass
+class ChainVerifyInput(DFlashVerifyInput):
+    """A chain of ``1 + v_i`` clean rows per request, flat and possibly ragged.
+
+    ``verify_lens_cpu[i]`` is request i's row count; the inherited ``draft_token_num`` is the largest of them.
+    ``mask`` is set when mask groups join the pass at the split layer (parallel mode).
+    """
+
+    verify_lens_cpu: list[int] = field(default_factory=list)
+    mask: MaskRows | None = None

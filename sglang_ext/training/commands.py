@@ -42,7 +42,7 @@ _TRAIN_HELP = {
 
 
 def add_parsers(subparsers: Any) -> None:
-    """Register the four commands; each sets ``func``, which takes the parsed arguments and returns an exit code."""
+    """Register the four commands; each sets ``run``, which takes the parsed arguments and returns an exit code."""
     _add_regenerate(subparsers)
     _add_train(subparsers)
     _add_evaluate(subparsers)
@@ -71,7 +71,7 @@ def _add_regenerate(subparsers: Any) -> None:
     parser.add_argument("--threads", type=int, default=0, help="compute threads; 0: the library's default")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dry-run", action="store_true", help="print the bytes the run needs and stop")
-    parser.set_defaults(func=_regenerate)
+    parser.set_defaults(run=_regenerate)
 
 
 def _add_train(subparsers: Any) -> None:
@@ -91,7 +91,7 @@ def _add_train(subparsers: Any) -> None:
             parser.add_argument(flag, type=kind, default=argparse.SUPPRESS, help=text)
     parser.add_argument("--minutes", type=float, default=0.0, help="like --stop-at, counted from now")
     parser.add_argument("--dry-run", action="store_true", help="print the bytes the run needs and stop")
-    parser.set_defaults(func=_train)
+    parser.set_defaults(run=_train)
 
 
 def _add_evaluate(subparsers: Any) -> None:
@@ -102,7 +102,7 @@ def _add_evaluate(subparsers: Any) -> None:
     parser.add_argument("--held-out-percent", type=int, default=100, help="measure on this held-out share only")
     parser.add_argument("--limit", type=int, default=0, help="at most this many responses per domain")
     parser.add_argument("--threads", type=int, default=0, help="compute threads; 0: the library's default")
-    parser.set_defaults(func=_evaluate)
+    parser.set_defaults(run=_evaluate)
 
 
 def _add_export(subparsers: Any) -> None:
@@ -116,7 +116,7 @@ def _add_export(subparsers: Any) -> None:
     )
     parser.add_argument("--limit", type=int, default=0, help="at most this many responses per domain")
     parser.add_argument("--threads", type=int, default=0, help="compute threads; 0: the library's default")
-    parser.set_defaults(func=_export)
+    parser.set_defaults(run=_export)
 
 
 def _use_threads(count: int) -> None:

@@ -1,0 +1,68 @@
+"""One picture of a benchmark: speed by batch size, and acceptance by draft position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from sglang_ext.bench.report import Acceptance, Row
+from sglang_ext.bench.runner import OVERRIDE, PLAIN, SPECULATIVE
+
+COLORS = {PLAIN: "#9aa5b1", OVERRIDE: "#c9d1d9", SPECULATIVE: "#2563eb"}
+
+
+def is_available() -> bool:
+    """Return whether matplotlib is installed."""
+    from importlib.util import find_spec
+
+    return find_spec("matplotlib") is not None
+
+
+def draw(path: Path, table: Sequence[Row], accepted: Sequence[Acceptance], subtitle: str) -> None:
+    """Write a PNG: one panel of bars per dataset, and one panel of acceptance if there are step records."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    datasets = list(dict.fromkeys(row.dataset for row in table))
+    panels = len(datasets) + bool(accepted)
+    figure, axes = pyplot.subplots(1, panels, figsize=(4.6 * panels, 4.2), squeeze=False, layout="constrained")
+    for axis, dataset in zip(axes[0], datasets, strict=False):
+        _bars(axis, [row for row in table if row.dataset == dataset])
+        axis.set_title(dataset)
+    if accepted:
+        _curves(axes[0][-1], accepted)
+    figure.suptitle(subtitle, fontsize=8)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _bars(axis, table: Sequence[Row]) -> None:  # type: ignore[no-untyped-def]
+    arms = [name for name in COLORS if name in table[0].decode_tok_s]
+    width = 0.8 / len(arms)
+    for number, arm in enumerate(arms):
+        places = [index + (number - (len(arms) - 1) / 2) * width for index in range(len(table))]
+        heights = [row.decode_tok_s[arm] for row in table]
+        axis.bar(places, heights, width, label=arm, color=COLORS[arm])
+    arm = next(iter(table[0].decode_ratio))
+    top = max(max(row.decode_tok_s.values()) for row in table)
+    for index, row in enumerate(table):
+        height = max(row.decode_tok_s.values()) + 0.02 * top
+        axis.text(index, height, f"{row.decode_ratio[arm].estimate:.2f}x", ha="center", fontsize=9)
+    axis.set_xticks(range(len(table)), [f"batch {row.batch}" for row in table])
+    axis.set_ylabel("decoded tokens a second")
+    axis.legend(frameon=False, fontsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _curves(axis, accepted: Sequence[Acceptance]) -> None:  # type: ignore[no-untyped-def]
+    for item in accepted:
+        reached = [rate for rate in item.positions if rate.reached]
+        axis.plot([rate.position for rate in reached], [rate.conditional for rate in reached], "o-", label=item.dataset)
+    axis.set_ylim(0, 1)
+    axis.set_xlabel("draft position")
+    axis.set_ylabel("accepted, if all before were")
+    axis.set_title("acceptance")
+    axis.legend(frameon=False, fontsize=8)
+    axis.spines[["top", "right"]].set_visible(False)

@@ -23,18 +23,19 @@ def download(model_id: str, out_dir: Path | None) -> Path:
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
-    try:
-        with readable_errors(out_dir or Path(model_id)):
+    unreachable = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, httpx.HTTPError)
+    with readable_errors(out_dir or Path(model_id)):
+        try:  # inside: some of the hub's errors are OSErrors too
             say(f"downloading {model_id}")
             config = Path(hf_hub_download(model_id, "config.json", local_dir=out_dir))
             target_shape(read_json_object(config), f"{model_id} (config.json)")
             path = Path(snapshot_download(model_id, allow_patterns=_PATTERNS, local_dir=out_dir))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, httpx.HTTPError) as error:
-        reason = str(error).strip().splitlines()
-        raise Refusal(
-            f"{model_id} could not be downloaded ({reason[0] if reason else type(error).__name__})",
-            "the hub must be reachable and the model public, or a token set with `hf auth login`",
-            "check the name and the network, or name a local folder",
-        ) from error
+        except unreachable as error:
+            reason = str(error).strip().splitlines()
+            raise Refusal(
+                f"{model_id} could not be downloaded ({reason[0] if reason else type(error).__name__})",
+                "the hub must be reachable and the model public, or a token set with `hf auth login`",
+                "check the name and the network, or name a local folder",
+            ) from error
     folder.check(path)
     return path

@@ -48,6 +48,63 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
 
 
+class _FrozenRMSNorm(torch.autograd.Function):
+    """RMS norm with a weight that is not trained: fewer passes over the rows than the recorded operations."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, scale)
+        return weight * (wide * scale).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, scale = ctx.saved_tensors
+        return _norm_gradient(gradient, x, weight, scale), None, None
+
+
+def _norm_gradient(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """The gradient of an RMS norm by its input: scale * (wg - y * mean(wg * y)) with y = x * scale."""
+    wide = (gradient * weight).float()
+    unit = x.float() * scale
+    inner = (wide * unit).mean(-1, keepdim=True)
+    return torch.addcmul(wide, unit, inner, value=-1).mul_(scale).to(x.dtype)
+
+
+class _FrozenFeedForward(torch.autograd.Function):
+    """A layer's norm, gated feed-forward part and residual for training rows; no weight receives a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, norm: Tensor, gate_up: Tensor, down: Tensor, eps: float) -> Tensor:
+        rows = hidden.flatten(0, -2)
+        wide = rows.float()
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        both = F.linear(norm * (wide * scale).to(rows.dtype), gate_up)
+        gate, up = both.chunk(2, dim=-1)
+        ctx.save_for_backward(rows, norm, gate_up, down, scale, both)
+        return torch.addmm(rows, F.silu(gate).mul_(up), down.t()).view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        rows, norm, gate_up, down, scale, both = ctx.saved_tensors
+        out = gradient.reshape(rows.shape)
+        gate, up = both.chunk(2, dim=-1)
+        inner = out @ down
+        both_gradient = torch.empty_like(both)
+        width = gate.shape[-1]
+        torch.mul(inner, F.silu(gate), out=both_gradient[:, width:])
+        torch.ops.aten.silu_backward.grad_input(inner.mul_(up), gate, grad_input=both_gradient[:, :width])
+        normed = _norm_gradient(both_gradient @ gate_up, rows, norm, scale)
+        return (normed.add_(out)).view_as(gradient), None, None, None, None
+
+
+def frozen_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """:func:`rms_norm` for training: gradient to ``x`` only."""
+    result: Tensor = _FrozenRMSNorm.apply(x, weight, eps)
+    return result
+
+
 class KVCache:
     """Preallocated keys and values, ``[L][B, Hkv, capacity, D]`` each."""
 
@@ -132,7 +189,10 @@ class Target:
         )
 
     def feed_forward(self, layer: LayerWeights, hidden: Tensor) -> Tensor:
-        """``hidden`` plus the layer's feed-forward part, for rows of any shape ``[..., H]``."""
+        """``hidden`` plus the layer's feed-forward part, for rows of any shape ``[..., H]``; gradient to the rows."""
+        if hidden.requires_grad:
+            result: Tensor = _FrozenFeedForward.apply(hidden, layer.post_norm, layer.gate_up, layer.down, self.eps)
+            return result
         gate, up = F.linear(rms_norm(hidden, layer.post_norm, self.eps), layer.gate_up).chunk(2, dim=-1)
         return hidden + F.linear(F.silu(gate) * up, layer.down)
 

@@ -22,8 +22,9 @@ BLOCK = 4
 
 def make_drafter(target: Target, calibrator: str = "hidden", depth: int = 2) -> FlexDraftModel:
     torch.manual_seed(7)
+    rank = 0 if calibrator == "none" else 6
     config = FlexDraftConfig.for_target(
-        target.hf_config, num_layers=depth, block_size=BLOCK, calibrator=calibrator, calibrator_rank=6
+        target.hf_config, num_layers=depth, block_size=BLOCK, calibrator=calibrator, calibrator_rank=rank
     )
     model = FlexDraftModel(target, config)
     with torch.no_grad():

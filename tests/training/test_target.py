@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sglang_ext.core.refusal import Refusal
-from sglang_ext.models.target import KVCache, Target
+from sglang_ext.models.target import KVCache, Target, frozen_rms_norm, rms_norm
 from sglang_ext.training.generate import BatchedGenerator, GenerationRequest
 from tests.training.tiny_targets import EOS, VOCABULARY
 
@@ -74,6 +75,23 @@ def test_generation_with_refilling_equals_hugging_face(model: Any, target: Targe
         )
         assert result.states is not None
         torch.testing.assert_close(result.states, torch.stack(kept[-2:]), **TOLERANCE)
+
+
+def test_training_shortcuts_have_the_gradients_of_the_plain_operations(target: Target) -> None:
+    torch.manual_seed(6)
+    layer, x, upstream = target.layers[1], torch.randn(3, 5, 32, requires_grad=True), torch.randn(3, 5, 32)
+    plain = rms_norm(x, layer.input_norm, target.eps)
+    fused = frozen_rms_norm(x, layer.input_norm, target.eps)
+    torch.testing.assert_close(fused, plain)
+    for_plain, for_fused = (torch.autograd.grad(y, x, upstream)[0] for y in (plain, fused))
+    torch.testing.assert_close(for_fused, for_plain, rtol=1e-4, atol=1e-5)
+    gate, up = F.linear(rms_norm(x, layer.post_norm, target.eps), layer.gate_up).chunk(2, dim=-1)
+    plain = x + F.linear(F.silu(gate) * up, layer.down)
+    fused = target.feed_forward(layer, x)
+    torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(fused.detach(), target.feed_forward(layer, x.detach()), rtol=1e-4, atol=1e-5)
+    for_plain, for_fused = (torch.autograd.grad(y, x, upstream)[0] for y in (plain, fused))
+    torch.testing.assert_close(for_fused, for_plain, rtol=1e-4, atol=1e-4)
 
 
 def test_sampling_follows_the_distribution(target: Target) -> None:

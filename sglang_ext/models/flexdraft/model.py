@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sglang_ext.core.masks import CLEAN, visible
 from sglang_ext.core.refusal import Refusal
 from sglang_ext.models.flexdraft.config import FlexDraftConfig
-from sglang_ext.models.target import LayerWeights, Target, apply_rope, rms_norm
+from sglang_ext.models.target import LayerWeights, Target, apply_rope, frozen_rms_norm, rms_norm
 
 
 @dataclass(frozen=True)
@@ -114,12 +114,12 @@ class FlexDraftModel(nn.Module):
         for index, (draft, layer) in enumerate(zip(self.layers, self.target_layers, strict=True)):
             # Slot 0 of the last layer would only produce the output that is discarded.
             first = 1 if index == config.num_layers - 1 else 0
-            normed = rms_norm(hidden, layer.input_norm, target.eps)
+            normed = frozen_rms_norm(hidden, layer.input_norm, target.eps)
             q, k, v = self._project(draft.self_attn, normed, normed[:, :, first:], cos, sin)
             mixed = block_attention(q, k, v, context.keys[index], context.values[index], bias)
             hidden = hidden[:, :, first:] + F.linear(mixed, draft.self_attn.o_proj.weight.to(target.dtype))
             hidden = target.feed_forward(layer, hidden)
-        return rms_norm(hidden, target.final_norm, target.eps)
+        return frozen_rms_norm(hidden, target.final_norm, target.eps)
 
     def _clean_bias(self, context: BlockContext) -> Tensor:
         """``[N, A, S]``: 0 where a block may see a clean key, -inf elsewhere, by the one mask rule of the project."""

@@ -21,13 +21,16 @@ from sglang_ext.core.refusal import Refusal
 from sglang_ext.doctor import accelerator_name, run_checks
 
 ALGORITHM = "flexdraft"
+_OWN_COMMANDS = ("doctor", "prepare", "inspect", "serve")
 _DESCRIPTION = "Prepare, serve, inspect, train and measure FlexDraft with unmodified SGLang."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code."""
-    parser = build_parser()
-    args, rest = parser.parse_known_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    # The training and benchmark rooms import torch: a quick command does not wait for that.
+    parser = build_parser(with_groups=given[:1] not in ([name] for name in _OWN_COMMANDS))
+    args, rest = parser.parse_known_args(given)
     if rest and args.run is not serve:
         parser.error(f"unrecognized arguments: {shlex.join(rest)}")
     args.rest = rest
@@ -41,13 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all subcommands."""
+def build_parser(with_groups: bool = True) -> argparse.ArgumentParser:
+    """Return the parser of all subcommands, or of this file's own ones alone."""
     parser = argparse.ArgumentParser(prog="sglang-ext", description=_DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"sglang-flexdraft {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_own_parsers(commands)
-    _attach_groups(commands)
+    if with_groups:
+        _attach_groups(commands)
     return parser
 
 

@@ -93,7 +93,7 @@ def allowed(plain: Footprint, drafter: int) -> float:
 
 def table(plain: Footprint, fast: Footprint) -> list[str]:
     """Return the Markdown table and the verdict."""
-    from sglang_ext.bench.report import table as render
+    from sglang_ext.bench.report import render_table
 
     rows = [
         [what, *(f"{getattr(item, field) / MIB:.1f}" for item in (plain, fast))]
@@ -106,7 +106,7 @@ def table(plain: Footprint, fast: Footprint) -> list[str]:
         f"FlexDraft holds {fast.resident / MIB:.1f} MiB, {verdict} the {limit / MIB:.1f} MiB of plain + drafter "
         f"weights + {ALLOWANCE:.0%}."
     )
-    return [*render(["MiB", plain.name, fast.name], rows), "", sentence]
+    return [*render_table(["MiB", plain.name, fast.name], rows), "", sentence]
 
 
 def _read(name: str, process: psutil.Process, state: dict[str, Any]) -> Footprint:

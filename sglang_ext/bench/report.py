@@ -111,7 +111,7 @@ def summary_table(table: Sequence[Row]) -> list[str]:
         cells.append("-" if row.accept_length is None else f"{row.accept_length:.2f}")
         cells += [str(row.texts[arm]) if arm in row.texts else "sampled" for arm in arms]
         body.append(cells)
-    return table(head, body)
+    return render_table(head, body)
 
 
 def end_to_end_table(table: Sequence[Row]) -> list[str]:
@@ -129,7 +129,7 @@ def end_to_end_table(table: Sequence[Row]) -> list[str]:
         ]
         for row in table
     ]
-    return table(head, body)
+    return render_table(head, body)
 
 
 def acceptance_table(item: Acceptance) -> list[str]:
@@ -150,7 +150,7 @@ def acceptance_table(item: Acceptance) -> list[str]:
         f"{item.dataset}, batch 1: {item.steps} steps ({modes}), {item.mean_verify_length:.2f} drafts verified and "
         f"{item.mean_accepted:.2f} accepted per step"
     )
-    return [title, "", *table(head, body)]
+    return [title, "", *render_table(head, body)]
 
 
 def write(
@@ -209,7 +209,7 @@ def _plain_arms(table: Sequence[Row]) -> list[str]:
     return list(table[0].decode_ratio)
 
 
-def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+def render_table(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(line[column]) for line in [head, *body]) for column in range(len(head))]
 
     def line(cells: Sequence[str]) -> str:

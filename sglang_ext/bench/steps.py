@@ -146,7 +146,7 @@ def step_times(name: str, answers: Sequence[Completion], profiles: Sequence[Mapp
 
 def table(times: Sequence[StepTimes]) -> list[str]:
     """Return the Markdown table, and a sentence on the plugin's own share."""
-    from sglang_ext.bench.report import table as render
+    from sglang_ext.bench.report import render_table
 
     rows: list[list[str]] = []
     for part in PARTS:
@@ -156,7 +156,7 @@ def table(times: Sequence[StepTimes]) -> list[str]:
     rows.append(["tokens per step", *(f"{item.tokens_per_step:.2f}" for item in times)])
     rows.append(["per token", *(_ms(item.step_ms / item.tokens_per_step) for item in times)])
     rows.append(["steps measured", *(str(item.steps) for item in times)])
-    lines = render(["ms per step", *(item.mode for item in times)], rows)
+    lines = render_table(["ms per step", *(item.mode for item in times)], rows)
     plain = next(item for item in times if item.mode == PLAIN)
     lines.append("")
     for item in times:

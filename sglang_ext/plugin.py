@@ -12,7 +12,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-ALGORITHM_NAMES = ("FLEXDRAFT",)
+ALGORITHM_NAMES = ("FLEXDRAFT", "SCRIPTED")
 """Names a user may type; each is registered even if the package cannot load."""
 
 
@@ -43,10 +43,9 @@ def _register() -> None:
         from sglang_ext.serving.platform import shims
 
         shims.allow_draft_backend()
-    from sglang_ext.serving import algorithm, request_hooks
+    from sglang_ext.serving import algorithm
 
     algorithm.register()
-    request_hooks.install(algorithm.ALGORITHMS)
 
 
 def register_refusal(name: str, error: Exception) -> None:

@@ -13,6 +13,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sglang_ext.core.config import OPTIONS_FLAG
 from sglang_ext.core.refusal import Refusal
+from sglang_ext.serving import request_hooks
 from sglang_ext.serving.plan import SpecPlan, resolve_plan
 
 ALGORITHMS = ("FLEXDRAFT", "SCRIPTED")
@@ -69,6 +70,11 @@ class PluginAlgorithm(CustomSpecAlgo):
         if server_args.device == "cpu":
             # One process runs both the scheduler and the forward pass on a CPU: overlap only delays stops by one step.
             server_args.disable_overlap_schedule = True
+        else:
+            # Mask rows are not part of any captured graph yet.
+            server_args.disable_cuda_graph = True
+        # Arguments are resolved in the process that serves HTTP; the other processes never import its front end.
+        request_hooks.install(ALGORITHMS)
 
 
 def plan_from_args(algorithm: str, server_args: Any) -> SpecPlan:
@@ -103,6 +109,7 @@ def _unsupported(args: Any) -> list[tuple[str, bool, str]]:
         ("--pp-size", args.pp_size != 1, "use --pp-size 1"),
         ("--tp-size", args.tp_size != 1, "use --tp-size 1"),
         ("--dp-size", args.dp_size != 1, "run one server per replica behind a router"),
+        ("--tokenizer-worker-num", args.tokenizer_worker_num != 1, "use --tokenizer-worker-num 1"),
         ("--enable-dp-attention", bool(args.enable_dp_attention), drop),
         ("--disaggregation-mode", args.disaggregation_mode != "null", drop),
         ("--enable-two-batch-overlap", bool(args.enable_two_batch_overlap), drop),

@@ -5,6 +5,7 @@ Both run in the server's main process and only for our algorithms; on any other 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -17,8 +18,9 @@ VALIDATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one
 METRICS = "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics"
 
 
+@functools.cache
 def install(algorithms: tuple[str, ...]) -> None:
-    """Register the hooks; ``algorithms`` are the names they act for."""
+    """Attach the hooks in this process; ``algorithms`` are the names they act for."""
 
     def ours() -> bool:
         return get_spec().speculative_algorithm in algorithms
@@ -47,3 +49,4 @@ def install(algorithms: tuple[str, ...]) -> None:
 
     HookRegistry.register(VALIDATE, validate, HookType.BEFORE)
     HookRegistry.register(METRICS, count_verified, HookType.AFTER)
+    HookRegistry.apply_hooks()

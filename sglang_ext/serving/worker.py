@@ -243,6 +243,10 @@ class SpecWorker(BaseSpecWorker):
             verify_input.mask = self._drafter.mask_rows(batch.req_pool_indices, layout, longest)
         tree = GrammarTree.from_linear_chain(candidates) if batch.has_grammar else None
         with self.profile.section("prepare"):
+            if self.device != "cpu":
+                # GPU planners want key lengths that already count the rows in flight; the host restores the batch.
+                batch.seq_lens_cpu = batch.seq_lens_cpu + width
+                batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
             forward_batch, _ = verify_input.prepare_for_verify(batch, self.target_worker)
         with self.profile.section("target"):
             output = self.target_worker.forward_batch_generation(

@@ -24,15 +24,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from sglang_ext.core.masks import CLEAN, visible
 from sglang_ext.serving.attention.dense import (
     DenseGroup,
-    Translate,
-    Workspace,
     attend,
     fold_heads,
-    padded_columns,
     sink_rows,
     split_by_length,
     unfold_heads,
 )
+from sglang_ext.serving.attention.gather import Translate, Workspace, padded_columns
 
 DENSE_ROWS = 16
 """Requests with at most this many query rows are batched; longer ones get a fused call of their own."""
@@ -199,8 +197,7 @@ class SdpaBackend(TorchNativeAttnBackend):
             return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
         out = q.new_empty(query.shape[0], layer.tp_q_head_num, layer.v_head_dim)
         for group in self.plan.groups:
-            rows = group.packed.view(-1) if group.valid is None else group.packed.view(-1)[group.valid]
-            out[rows] = self._attend_group(group, query, layer, causal, window, sinks)
+            out[group.own_rows] = self._attend_group(group, query, layer, causal, window, sinks)
         for request in self.plan.long:
             rows = slice(request.first_row, request.first_row + request.rows)
             self._attend_long(request, query[rows], out[rows], layer, causal, window, sinks)
@@ -232,9 +229,10 @@ class SdpaBackend(TorchNativeAttnBackend):
     ) -> Tensor:
         """Attend one dense group; returns its rows ``[rows, Hq, Dv]`` in packed order."""
         kv_heads = layer.tp_k_head_num
-        keys, values = group.gather(layer.layer_id, *self.pools(layer))
-        keys, values = keys[:, : group.columns].to(query.dtype), values[:, : group.columns].to(query.dtype)
-        rows = query if self.plan.whole and group.valid is None else query[group.packed.view(-1)]
+        columns = group.gather.columns
+        keys, values = group.gather.read(layer.layer_id, *self.pools(layer))
+        keys, values = keys[:, :columns].to(query.dtype), values[:, :columns].to(query.dtype)
+        rows = query if self.plan.whole and group.valid is None else query[group.packed]
         bias = group.bias(causal, window, kv_heads, layer.tp_q_head_num // kv_heads, query.dtype)
         sink = None if sinks is None else sink_rows(sinks, group.batch, group.rows, kv_heads)
         out = attend(fold_heads(rows, group.rows, kv_heads), keys, values, bias, layer.scaling, sink)
@@ -259,7 +257,12 @@ class SdpaBackend(TorchNativeAttnBackend):
         gqa = layer.tp_q_head_num != layer.tp_k_head_num
         if causal and window is None and sinks is None and not request.prefix:
             result = scaled_dot_product_attention(
-                query.transpose(0, 1)[None], keys[None], values[None], is_causal=True, scale=layer.scaling, enable_gqa=gqa
+                query.transpose(0, 1)[None],
+                keys[None],
+                values[None],
+                is_causal=True,
+                scale=layer.scaling,
+                enable_gqa=gqa,
             )
             out.copy_(result[0].transpose(0, 1))
             return
@@ -282,7 +285,9 @@ class SdpaBackend(TorchNativeAttnBackend):
             out[start:stop] = result
 
     @staticmethod
-    def _attend_with_sinks(chunk: Tensor, keys: Tensor, values: Tensor, mask: Tensor, layer: Any, sinks: Tensor) -> Tensor:
+    def _attend_with_sinks(
+        chunk: Tensor, keys: Tensor, values: Tensor, mask: Tensor, layer: Any, sinks: Tensor
+    ) -> Tensor:
         kv_heads, rows = layer.tp_k_head_num, chunk.shape[0]
         group = layer.tp_q_head_num // kv_heads
         bias = mask.expand(kv_heads, group, rows, keys.shape[1]).reshape(kv_heads, group * rows, -1)

@@ -20,8 +20,11 @@ SHIPPED_CARDS = sorted(ROOT.glob("sglang_ext/assets/*/README.md"))
 def commands(text: str) -> list[str]:
     """Shell commands of the fenced blocks, continuation lines joined, prompts and comments removed."""
     found = []
-    for block in re.findall(r"```(?:bash|sh|console)?\n(.*?)```", text, re.DOTALL):
-        for line in block.replace("\\\n", " ").splitlines():
+    inside: str | None = None
+    for line in text.replace("\\\n", " ").splitlines():
+        if line.startswith("```"):
+            inside = line.removeprefix("```").strip() if inside is None else None
+        elif inside in ("", "bash", "sh", "console"):
             command = line.strip().removeprefix("$ ")
             if command and not command.startswith("#"):
                 found.append(command)
@@ -32,8 +35,10 @@ def commands(text: str) -> list[str]:
 def test_every_sglang_ext_command_parses(document: Path) -> None:
     parser = cli.build_parser()
     for command in commands(document.read_text(encoding="utf-8")):
+        if not command.startswith("sglang-ext "):
+            continue
         words = shlex.split(command, comments=True)
-        if words[:1] == ["sglang-ext"] and not {"...", "|", ">"} & set(words):
+        if not {"...", "|", ">"} & set(words):
             args, rest = parser.parse_known_args(words[1:])
             assert not rest or args.command == "serve", f"{document.name}: {command}"
 

@@ -155,7 +155,7 @@ def write_tiny_gguf(path: Path) -> None:
 
     rng = np.random.default_rng(0)
     hidden, heads, kv_heads, width, layers = 32, 4, 2, 64, 2
-    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(chr(c) for c in range(0x21, 0x7F)), "Ġ", "Ċ"]
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(chr(c) for c in range(0x21, 0x7F)), "Ġ", "Ċ", "ab"]
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_block_count(layers)
     writer.add_context_length(128)

@@ -107,7 +107,7 @@ def _add_evaluate(subparsers: Any) -> None:
 
 def _add_export(subparsers: Any) -> None:
     parser = subparsers.add_parser("export", help="write a training run's weights as a drafter folder")
-    parser.add_argument("--run", required=True, help="the --out folder of the run")
+    parser.add_argument("--run", dest="run_folder", required=True, help="the --out folder of the run")
     parser.add_argument("--out", required=True, help="drafter folder to write")
     parser.add_argument("--target", help="folder of the target model (default: the one the run names)")
     parser.add_argument("--target-name", help="name of the target for the card")
@@ -215,7 +215,7 @@ def _export(arguments: argparse.Namespace) -> int:
     from sglang_ext.training.export import acceptance_rows, load_training_state, provenance, restore, write_drafter
 
     _use_threads(arguments.threads)
-    config, state = load_training_state(arguments.run)
+    config, state = load_training_state(arguments.run_folder)
     if arguments.target:
         config = replace(config, target=arguments.target)
     model = restore(Target.load(config.target), config, state)

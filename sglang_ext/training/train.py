@@ -250,7 +250,10 @@ class Run:
         logged = read_log(self.out / LOG) if self.main else {}
         started = saved = exported = shown = time.monotonic()
         seconds, first = 1.0, trainer.step_number
+        parent = torch.multiprocessing.parent_process() if config.workers > 1 else None
         while trainer.progress < 1.0:
+            if parent is not None and not parent.is_alive():
+                raise SystemExit("the process that started this worker is gone")
             began = time.monotonic()
             step = trainer.step_number
             known = logged[step]["progress"] if step in logged else None

@@ -7,6 +7,10 @@ A :class:`DenseGroup` is the part of a forward pass that is the same for all lay
 reads, which query rows belong to it, and who sees whom. Each layer then costs two gathers, two batched matrix products
 and one softmax, whatever the number of requests. Query heads that share a key/value head are rows of the same product,
 so keys and values are never repeated.
+
+The arithmetic is two batched products with the scores kept in the model's dtype between them. In bf16 this is two to
+four times faster on a CPU than the fused kernel (which converts to fp32 inside), at the accuracy of unfused attention;
+in fp32 it is equally fast and exact to rounding.
 """
 
 from __future__ import annotations
@@ -50,8 +54,16 @@ def _best_cut(bucket: list[int], lengths: Sequence[int]) -> tuple[int, int]:
     return max(cuts, default=(0, 0))
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: float, sinks: Tensor | None) -> Tensor:
-    """Return softmax(scaling * query @ keys^T + bias) @ values.
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor,
+    scaling: float,
+    sinks: Tensor | None,
+    workspace: Workspace,
+) -> Tensor:
+    """Return softmax(scaling * query @ keys^T + bias) @ values, ``[N, rows, Dv]``.
 
     Args:
         query: ``[N, rows, D]``.
@@ -60,10 +72,45 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: f
         bias: ``[N, rows, S]``, 0 where a row may look and -inf where not; every row sees at least one key.
         scaling: multiplies the scores.
         sinks: ``[N, rows, 1]`` extra logits that take probability mass and carry no value, or None.
+        workspace: scratch buffers for scores and weights.
     """
-    scores = torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=scaling)
+    scores = _scores(query, keys, workspace)
+    torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=scaling, out=scores)
+    return _mix(scores, values, sinks, workspace)
+
+
+def attend_tail(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tail: Tensor,
+    scaling: float,
+    sinks: Tensor | None,
+    workspace: Workspace,
+) -> Tensor:
+    """:func:`attend` for one request whose rows see all keys but the last few: the mask is added to those only.
+
+    Args:
+        tail: ``[R, T]`` additive mask of the last T keys, the same for all heads; rows of ``query`` are ``g * R``.
+        query, keys, values, scaling, sinks, workspace: as in :func:`attend`, with N = Hk.
+    """
+    scores = _scores(query, keys, workspace)
+    torch.baddbmm(scores, query, keys.transpose(1, 2), beta=0, alpha=scaling, out=scores)
+    rows, width = tail.shape
+    scores.view(query.shape[0], -1, rows, keys.shape[1])[..., keys.shape[1] - width :] += tail
+    return _mix(scores, values, sinks, workspace)
+
+
+def _scores(query: Tensor, keys: Tensor, workspace: Workspace) -> Tensor:
+    # Fresh buffers of megabytes would be page-faulted in anew on every layer.
+    batch, rows, columns = query.shape[0], query.shape[1], keys.shape[1]
+    return workspace.take("scores", 0, batch * rows, columns, query).view(batch, rows, columns)
+
+
+def _mix(scores: Tensor, values: Tensor, sinks: Tensor | None, workspace: Workspace) -> Tensor:
     if sinks is None:
-        return torch.bmm(torch.softmax(scores, -1), values)
+        weights = workspace.take("weights", 0, scores.shape[0] * scores.shape[1], scores.shape[2], scores)
+        return torch.bmm(torch.softmax(scores, -1, out=weights.view_as(scores)), values)
     weights = torch.softmax(torch.cat([scores, sinks.to(scores.dtype)], -1), -1)
     return torch.bmm(weights[..., :-1], values)
 

@@ -1,4 +1,4 @@
-"""The CPU attention backend: batched for few rows per request, fused per request for long ones.
+"""The CPU attention backend: one batched product for requests with few rows, chunks of rows for long ones.
 
 It takes the place of the host's ``torch_native`` backend (same registry name, so checks by name keep working) and
 serves plain decoding, extends (chunked prefill, radix-cached prefixes, mixed batches), target verification (chains,
@@ -11,7 +11,7 @@ What is the same for all layers of a forward pass is built once, in :meth:`SdpaB
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,52 +19,57 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_ext.core.masks import CLEAN, visible
 from sglang_ext.serving.attention.dense import (
+    HIDDEN,
     DenseGroup,
     attend,
+    attend_tail,
     fold_heads,
     sink_rows,
     split_by_length,
     unfold_heads,
 )
-from sglang_ext.serving.attention.gather import Translate, Workspace, padded_columns
+from sglang_ext.serving.attention.gather import Gather, Translate, Workspace, padded_columns
 
-DENSE_ROWS = 16
-"""Requests with at most this many query rows are batched; longer ones get a fused call of their own."""
+LONG_CHUNK = 128
+"""Query rows of a long request attended at once: bounds the scores and skips keys that no row of a chunk can see."""
 
-LONG_CHUNK = 512
-"""Query rows of one fused call over a cached prefix; bounds the mask and skips keys a chunk cannot see."""
+LONG_INDEX = -1
+INLINE_INDEX = -2
+"""Scratch buffers of long requests and of mask rows, beside those of the dense groups (0, 1, 2)."""
 
 
-@dataclass
 class LongRequest:
     """A request with many query rows: ``rows`` of them from packed row ``first_row``, over ``kv_len`` keys."""
 
-    first_row: int
-    rows: int
-    kv_len: int
-    slots: Tensor
-    masks: dict[tuple[int, bool, int | None, torch.dtype], Tensor] = field(default_factory=dict)
+    def __init__(self, first_row: int, rows: int, kv_len: int, gather: Gather) -> None:
+        self.first_row = first_row
+        self.rows = rows
+        self.kv_len = kv_len
+        self.gather = gather
+        self._tails: dict[tuple[int, bool, int | None, torch.dtype], tuple[int, Tensor]] = {}
 
-    @property
-    def prefix(self) -> int:
-        """Keys that were in the cache before this pass."""
-        return self.kv_len - self.rows
+    def tail(self, start: int, stop: int, causal: bool, window: int | None, dtype: torch.dtype) -> tuple[int, Tensor]:
+        """Return how many key columns rows ``start..stop-1`` read, and the additive mask of the last of them.
 
-    def mask(self, start: int, stop: int, causal: bool, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Additive mask of query rows ``start..stop-1`` over keys ``0..prefix+stop-1`` (all keys if not causal)."""
+        Without a window a chunk sees every key before its own rows, so only the columns from there on are masked.
+        """
         key = (start, causal, window, dtype)
-        if key not in self.masks:
-            query = torch.arange(self.prefix + start, self.prefix + stop) if causal else torch.tensor([self.kv_len - 1])
-            position = torch.arange(self.prefix + stop if causal else self.kv_len)
-            seen = visible(query, torch.full_like(query, CLEAN), position, torch.full_like(position, CLEAN))
+        if key not in self._tails:
+            first = self.kv_len - self.rows + start
+            columns = padded_columns(first + stop - start) if causal else self.gather.columns
+            masked_from = 0 if window is not None or not causal else first
+            position = torch.arange(masked_from, columns)
+            position = torch.where(position < self.kv_len, position, HIDDEN)
+            query = torch.arange(first, first + stop - start)
+            anchor = query if causal else torch.full_like(query, self.kv_len - 1)
+            seen = visible(anchor, torch.full_like(anchor, CLEAN), position, torch.full_like(position, CLEAN))
             if window is not None:
                 seen &= position >= query[:, None] - window
-            self.masks[key] = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
-        return self.masks[key]
+            self._tails[key] = (columns, torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf")))
+        return self._tails[key]
 
 
 @dataclass
@@ -120,24 +125,35 @@ class SdpaBackend(TorchNativeAttnBackend):
             return
         query_lens = query_lengths(forward_batch)
         kv_lens = forward_batch.seq_lens.tolist()
+        # Prompts are attended one by one; rows of the same length or nearly so (decode, verification) together.
+        most_rows = 1
         if forward_batch.forward_mode.is_target_verify():
             kv_lens = [keys + rows for keys, rows in zip(kv_lens, query_lens, strict=True)]
+            most_rows = max(query_lens)
         masks = foreign_masks(forward_batch, query_lens, kv_lens)
-        self.plan = self._build_plan(forward_batch.req_pool_indices, query_lens, kv_lens, masks)
+        self.plan = self._build_plan(forward_batch.req_pool_indices, query_lens, kv_lens, most_rows, masks)
 
     def _build_plan(
-        self, requests: Tensor, query_lens: list[int], kv_lens: list[int], masks: list[Tensor] | None
+        self,
+        requests: Tensor,
+        query_lens: list[int],
+        kv_lens: list[int],
+        most_rows: int,
+        masks: list[Tensor] | None = None,
     ) -> ForwardPlan:
         first_rows = [0]
         for rows in query_lens:
             first_rows.append(first_rows[-1] + rows)
-        long_rows = DENSE_ROWS if masks is None else max(query_lens)
-        few = [n for n, rows in enumerate(query_lens) if 0 < rows <= long_rows]
-        table = self.req_to_token_pool.req_to_token
+        few = [n for n, rows in enumerate(query_lens) if 0 < rows <= most_rows]
         long = [
-            LongRequest(first_rows[n], rows, kv_lens[n], table[requests[n], : kv_lens[n]].long())
+            LongRequest(
+                first_rows[n],
+                rows,
+                kv_lens[n],
+                Gather(LONG_INDEX, self.request_slots(requests, [n], [kv_lens[n]]), self.workspace),
+            )
             for n, rows in enumerate(query_lens)
-            if rows > long_rows
+            if rows > most_rows
         ]
         groups = []
         for index, bucket in enumerate(split_by_length([kv_lens[n] for n in few]) if few else []):
@@ -235,7 +251,8 @@ class SdpaBackend(TorchNativeAttnBackend):
         rows = query if self.plan.whole and group.valid is None else query[group.packed]
         bias = group.bias(causal, window, kv_heads, layer.tp_q_head_num // kv_heads, query.dtype)
         sink = None if sinks is None else sink_rows(sinks, group.batch, group.rows, kv_heads)
-        out = attend(fold_heads(rows, group.rows, kv_heads), keys, values, bias, layer.scaling, sink)
+        folded = fold_heads(rows, group.rows, kv_heads)
+        out = attend(folded, keys, values, bias, layer.scaling, sink, self.workspace)
         out = unfold_heads(out, group.rows, kv_heads)
         return out if group.valid is None else out[group.valid]
 
@@ -250,47 +267,15 @@ class SdpaBackend(TorchNativeAttnBackend):
         sinks: Tensor | None,
     ) -> None:
         """Attend one long request into ``out`` ``[rows, Hq, Dv]``; prefix rows are read, never recomputed."""
-        key_pool, value_pool, translate = self.pools(layer)
-        slots = request.slots if translate is None else translate(request.slots).clamp_min(0)
-        keys = torch.index_select(key_pool, 0, slots).to(query.dtype).transpose(0, 1)
-        values = torch.index_select(value_pool, 0, slots).to(query.dtype).transpose(0, 1)
-        gqa = layer.tp_q_head_num != layer.tp_k_head_num
-        if causal and window is None and sinks is None and not request.prefix:
-            result = scaled_dot_product_attention(
-                query.transpose(0, 1)[None],
-                keys[None],
-                values[None],
-                is_causal=True,
-                scale=layer.scaling,
-                enable_gqa=gqa,
-            )
-            out.copy_(result[0].transpose(0, 1))
-            return
+        kv_heads = layer.tp_k_head_num
+        keys, values = request.gather.read(layer.layer_id, *self.pools(layer))
+        keys, values = keys.to(query.dtype), values.to(query.dtype)
         for start in range(0, request.rows, LONG_CHUNK):
             stop = min(request.rows, start + LONG_CHUNK)
-            mask = request.mask(start, stop, causal, window, query.dtype)
-            seen = mask.shape[1]
-            chunk = query[start:stop]
-            if sinks is None:
-                result = scaled_dot_product_attention(
-                    chunk.transpose(0, 1)[None],
-                    keys[None, :, :seen],
-                    values[None, :, :seen],
-                    attn_mask=mask,
-                    scale=layer.scaling,
-                    enable_gqa=gqa,
-                )[0].transpose(0, 1)
-            else:
-                result = self._attend_with_sinks(chunk, keys[:, :seen], values[:, :seen], mask, layer, sinks)
-            out[start:stop] = result
-
-    @staticmethod
-    def _attend_with_sinks(
-        chunk: Tensor, keys: Tensor, values: Tensor, mask: Tensor, layer: Any, sinks: Tensor
-    ) -> Tensor:
-        kv_heads, rows = layer.tp_k_head_num, chunk.shape[0]
-        group = layer.tp_q_head_num // kv_heads
-        bias = mask.expand(kv_heads, group, rows, keys.shape[1]).reshape(kv_heads, group * rows, -1)
-        sink = sink_rows(sinks, 1, rows, kv_heads)
-        out = attend(fold_heads(chunk, rows, kv_heads), keys, values, bias, layer.scaling, sink)
-        return unfold_heads(out, rows, kv_heads)
+            columns, tail = request.tail(start, stop, causal, window, query.dtype)
+            sink = None if sinks is None else sink_rows(sinks, 1, stop - start, kv_heads)
+            folded = fold_heads(query[start:stop], stop - start, kv_heads)
+            found = attend_tail(
+                folded, keys[:, :columns], values[:, :columns], tail, layer.scaling, sink, self.workspace
+            )
+            out[start:stop] = unfold_heads(found, stop - start, kv_heads)

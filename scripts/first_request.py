@@ -23,13 +23,12 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS")
     args = parser.parse_args()
     base = f"http://127.0.0.1:{args.port}"
-    problem = wait_until_ready(base, args.pid, args.timeout)
+    problem = wait_until_ready(base, args.pid, args.timeout) or show_one_chat(base)
     if problem is not None:
         print(f"\n{args.log}:", file=sys.stderr)
         print("\n".join(args.log.read_text(errors="replace").splitlines()[-40:]), file=sys.stderr)
         print(f"error: {problem}; the end of its log is above", file=sys.stderr)
         return 1
-    show_one_chat(base)
     return 0
 
 
@@ -65,8 +64,11 @@ def alive(pid: int) -> bool:
         return False
 
 
-def show_one_chat(base: str) -> None:
-    """Ask one question and print the answer, its speed, and how many tokens each target step committed."""
+def show_one_chat(base: str) -> str | None:
+    """Ask one question; print the answer, its speed, and how many tokens each target step committed.
+
+    Returns None, or what went wrong.
+    """
     body = {
         "model": "default",
         "messages": [{"role": "user", "content": QUESTION}],
@@ -78,14 +80,20 @@ def show_one_chat(base: str) -> None:
         f"{base}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     start = time.monotonic()
-    with urllib.request.urlopen(request, timeout=600) as response:
-        answer = json.load(response)
+    try:
+        with urllib.request.urlopen(request, timeout=600) as response:
+            answer = json.load(response)
+    except urllib.error.HTTPError as error:
+        return f"the first request was answered with {error.code}: {error.read().decode(errors='replace')[:500]}"
+    except OSError as error:
+        return f"the first request got no answer ({error})"
     seconds = time.monotonic() - start
     choice, tokens = answer["choices"][0], answer["usage"]["completion_tokens"]
     print(f"\nQ: {QUESTION}\nA: {choice['message']['content']}\n")
     accept = choice["meta_info"].get("spec_accept_length")
     drafting = f", {accept:.2f} tokens per target step" if accept is not None else ""
     print(f"{tokens} tokens in {seconds:.1f} s{drafting}")
+    return None
 
 
 if __name__ == "__main__":

@@ -66,7 +66,6 @@ class SpecOptions:
             )
         if not isinstance(self.profile, bool):
             raise Refusal(f"{OPTIONS_FLAG}: profile is {self.profile!r}", "true or false is allowed", "correct the value")
-        self.mode_policy()  # its thresholds may contradict each other
 
     def mode_policy(self) -> ModePolicy:
         """Return the policy that picks each step's mode."""

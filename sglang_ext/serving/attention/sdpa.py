@@ -32,6 +32,7 @@ from sglang_ext.serving.attention.dense import (
     unfold_heads,
 )
 from sglang_ext.serving.attention.gather import Gather, Translate, Workspace, padded_columns
+from sglang_ext.serving.attention.inline import InlineRows, attend_inline
 
 LONG_CHUNK = 128
 """Query rows of a long request attended at once: bounds the scores and skips keys that no row of a chunk can see."""
@@ -76,6 +77,7 @@ class LongRequest:
 class ForwardPlan:
     """One forward pass: the batch split into dense groups and long requests."""
 
+    requests: Tensor
     groups: list[DenseGroup]
     long: list[LongRequest]
     whole: bool
@@ -110,7 +112,7 @@ class SdpaBackend(TorchNativeAttnBackend):
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
         self.workspace = Workspace()
-        self.plan = ForwardPlan([], [], False)
+        self.plan = ForwardPlan(torch.empty(0, dtype=torch.int64), [], [], False)
         self._swa_layers = (
             {layer for layer, (_, is_swa) in self.token_to_kv_pool.layers_mapping.items() if is_swa}
             if self.use_sliding_window_kv_pool
@@ -121,7 +123,7 @@ class SdpaBackend(TorchNativeAttnBackend):
         """Build the plan every layer of this forward pass shares."""
         super().init_forward_metadata(forward_batch)
         if forward_batch.forward_mode.is_idle():
-            self.plan = ForwardPlan([], [], False)
+            self.plan = ForwardPlan(torch.empty(0, dtype=torch.int64), [], [], False)
             return
         query_lens = query_lengths(forward_batch)
         kv_lens = forward_batch.seq_lens.tolist()
@@ -169,7 +171,7 @@ class SdpaBackend(TorchNativeAttnBackend):
                     None if masks is None else [masks[n] for n in members],
                 )
             )
-        return ForwardPlan(groups, long, len(groups) == 1 and len(few) == len(query_lens))
+        return ForwardPlan(requests, groups, long, len(groups) == 1 and len(few) == len(query_lens))
 
     def request_slots(self, requests: Tensor, members: Sequence[int], kv_lens: Sequence[int]) -> Tensor:
         """``[B, S]`` pool slots of the members' keys, padded with each request's first slot."""
@@ -232,6 +234,40 @@ class SdpaBackend(TorchNativeAttnBackend):
         """One row per request; the same arithmetic as verification, so both agree to rounding."""
         q = q.reshape(-1, layer.tp_q_head_num * layer.qk_head_dim)
         return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, sinks)
+
+    def prepare_mask_rows(self, requests: Tensor, kv_lens: list[int], allowed: Tensor) -> InlineRows:
+        """Plan mask rows that ride along with the next verification, or run alone.
+
+        Args:
+            requests: ``[B]`` rows of the host's slot table.
+            kv_lens: pooled keys of each request the mask rows may see, verify rows of the same pass included.
+            allowed: ``[B, R, S + R]`` bool, S the largest of ``kv_lens``: pooled keys first, then the mask rows.
+        """
+        return InlineRows(requests, kv_lens, allowed)
+
+    def attend_mask_rows(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, plan: InlineRows) -> Tensor:
+        """Attend padded mask rows over pooled and inline keys; returns ``[B*R, Hq, Dv]``.
+
+        Clean rows of the same pass and layer must be in the pool already.
+
+        Args:
+            layer: the host's attention layer.
+            q: ``[B*R, Hq, D]``.
+            k, v: ``[B*R, Hk, D]``, never written to the pool.
+            plan: of :meth:`prepare_mask_rows`.
+        """
+        if plan.gather is None:
+            plan.gather = self._shared_gather(plan)
+        return attend_inline(plan, plan.gather, self.pools(layer), layer, (q, k, v), self.workspace)
+
+    def _shared_gather(self, plan: InlineRows) -> Gather:
+        """The verify rows' own gather if they read the same keys of the same requests, else a new one."""
+        if self.plan.whole and not self.plan.long:
+            group = self.plan.groups[0]
+            if group.kv_lens == plan.kv_lens and torch.equal(self.plan.requests, plan.requests):
+                return group.gather
+        slots = self.request_slots(plan.requests, range(len(plan.kv_lens)), plan.kv_lens)
+        return Gather(INLINE_INDEX, slots, self.workspace)
 
     def pools(self, layer: Any) -> tuple[Tensor, Tensor, Translate | None]:
         """Key pool, value pool ``[slots, Hk, D]`` and slot translation of a layer."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -267,9 +268,10 @@ def _add_memory(inner: Any) -> None:
 
 
 def _guarded(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """Turn a server's failure into one line and exit code 1."""
+    """Turn a server's failure into one line and exit code 1; a termination signal still stops the servers."""
 
     def guarded(args: argparse.Namespace) -> int:
+        signal.signal(signal.SIGTERM, _interrupt)
         try:
             return command(args)
         except (ServerError, OSError, http.client.HTTPException) as error:
@@ -277,6 +279,10 @@ def _guarded(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse
             return 1
 
     return guarded
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def _positive(text: str) -> int:

@@ -54,3 +54,17 @@ def test_what_cannot_work_is_refused_before_anything_starts(words: list[str], tm
     args = parse("--out", str(tmp_path), *words)
     with pytest.raises(Refusal, match=words[0]):
         args.run(args)
+
+
+def test_the_documented_flags_are_the_parsers() -> None:
+    parser = argparse.ArgumentParser()
+    subparsers = parser.add_subparsers()
+    commands.add_parsers(subparsers)
+    known = {flag for flag in subparsers.choices["bench"]._option_string_actions if flag.startswith("--")}
+    page = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    flags = page.split("## Flags", 1)[1].split("## ", 1)[0]
+    documented = {
+        word.split()[0] for row in flags.splitlines() for word in row.split("`")[1::2] if word.startswith("--")
+    }
+    assert known - {"--help"} <= documented
+    assert documented <= known | {"--speculative-adaptive-config"}

@@ -24,7 +24,7 @@ say "mypy"
 "$PYTHON_BIN" -m mypy
 
 SUITES=()
-for suite in tests/unit tests/training tests/serving tests/server; do
+for suite in tests/unit tests/bench tests/training tests/serving tests/server; do
     if [ -d "$suite" ]; then SUITES+=("$suite"); fi
 done
 [ $# -gt 0 ] || set -- "${SUITES[@]}"

@@ -72,7 +72,7 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
     """
     architectures = config.get("architectures") or []
     model_type = config.get("model_type")
-    if not isinstance(architectures, list):
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise Refusal(f"{where} has architectures = {architectures!r}", "it is a list of names", "correct config.json")
     found = next((family for family in FAMILIES if family.architecture in architectures), None)
     if found is None:
@@ -90,9 +90,9 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
             f"{found.architecture} goes with {found.model_type!r}",
             "correct config.json",
         )
-    for key in ("attention_bias", "use_sliding_window"):
+    for key in ("attention_bias", "use_sliding_window", "quantization_config"):
         if config.get(key):
-            raise Refusal(f"{where} has {key} = true", "only targets without it are supported", "choose another target")
+            raise Refusal(f"{where} sets {key}", "only targets without it are supported", "choose another target")
     return found
 
 

@@ -6,9 +6,12 @@ import copy
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sglang_ext.core.refusal import Refusal
 from sglang_ext.models.families import target_shape
+from sglang_ext.models.flexdraft.card import CardFields
 from sglang_ext.models.flexdraft.checkpoint import expected_shapes
 from sglang_ext.models.flexdraft.config import FlexDraftConfig, origin_fields
 from tests.unit.tiny import LAYERS, TARGETS, VOCABULARY, drafter_config, hf_model, target_config
@@ -99,6 +102,7 @@ REFUSALS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("heads", {"num_key_value_heads": 3}, ["4 attention heads", "3 key/value heads"]),
     ("hidden size", {"hidden_size": 30}, ["30", "4 attention heads", "head_dim"]),
     ("bias", {"attention_bias": True}, ["attention_bias"]),
+    ("quantised", {"quantization_config": {"quant_method": "awq"}}, ["quantization_config"]),
 ]
 
 
@@ -121,6 +125,29 @@ def test_every_fault_is_refused_in_one_line_that_names_it(changes: dict[str, Any
     assert "DIR/config.json" in message
     for word in words:
         assert word in message
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 70) | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=4,
+)
+
+
+@given(data=st.data(), name=st.sampled_from(sorted(TARGETS)))
+@settings(max_examples=150, deadline=None)
+def test_any_json_value_anywhere_is_read_or_refused_and_never_a_crash(data: st.DataObject, name: str) -> None:
+    content = drafter_json(name)
+    place = data.draw(st.sampled_from([content, content["flexdraft_config"]]))
+    place[data.draw(st.sampled_from(sorted([*place, "attention_bias", "training", "acceptance"])))] = data.draw(JSON)
+    try:
+        config = FlexDraftConfig.from_hf_dict(content)
+        training, acceptance = origin_fields(content)
+        CardFields.from_json(training, acceptance, "config.json")
+    except Refusal as refusal:
+        assert "\n" not in str(refusal)
+    else:
+        assert FlexDraftConfig.from_hf_dict(config.to_hf_dict(content)) == config
 
 
 def test_both_names_of_the_nested_object_must_agree() -> None:

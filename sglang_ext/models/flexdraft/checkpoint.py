@@ -310,7 +310,9 @@ def _refuse_shape(file: Path, name: str, found: tuple[int, ...], expected: tuple
 
 def _declared_dtype(raw: Mapping[str, Any], folder: Path) -> str | None:
     declared = raw.get("dtype", raw.get("torch_dtype"))
-    if declared is not None and declared not in DTYPES:
+    if declared is None:
+        return None
+    if not isinstance(declared, str) or declared not in DTYPES:
         raise Refusal(
             f"{folder / CONFIG_FILE} has dtype {declared!r}", f"it is one of {', '.join(DTYPES)}", "correct config.json"
         )

@@ -65,7 +65,9 @@ class SpecOptions:
                 "the paper's default is 0.01",
             )
         if not isinstance(self.profile, bool):
-            raise Refusal(f"{OPTIONS_FLAG}: profile is {self.profile!r}", "true or false is allowed", "correct the value")
+            raise Refusal(
+                f"{OPTIONS_FLAG}: profile is {self.profile!r}", "true or false is allowed", "correct the value"
+            )
 
     def mode_policy(self) -> ModePolicy:
         """Return the policy that picks each step's mode."""
@@ -107,7 +109,9 @@ def load_options(value: str | None) -> SpecOptions:
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
-        raise Refusal(f"{OPTIONS_FLAG} {where} is not JSON ({error})", "a JSON object is allowed", "correct it") from error
+        raise Refusal(
+            f"{OPTIONS_FLAG} {where} is not JSON ({error})", "a JSON object is allowed", "correct it"
+        ) from error
     if not isinstance(data, dict):
         raise Refusal(f"{OPTIONS_FLAG} {where} holds a {type(data).__name__}", "a JSON object is allowed", "correct it")
     refuse_unknown(f"{OPTIONS_FLAG} {where}", data, [field.name for field in dataclasses.fields(SpecOptions)])
@@ -129,7 +133,9 @@ def parse_request_options(custom_params: Mapping[str, Any] | None) -> RequestOpt
     allowed = [field.name for field in dataclasses.fields(RequestOptions)]
     for key in given:
         if key not in allowed:
-            raise ValueError(f"{where} has unknown key {key!r}{nearest(key, allowed)}; known keys: {', '.join(allowed)}")
+            raise ValueError(
+                f"{where} has unknown key {key!r}{nearest(key, allowed)}; known keys: {', '.join(allowed)}"
+            )
     options = RequestOptions(**given)
     if options.mode is not None and options.mode not in MODE_NAMES:
         raise ValueError(f"{where}.mode is {options.mode!r}; allowed: {', '.join(MODE_NAMES)}")
@@ -156,7 +162,9 @@ def _read(value: str) -> tuple[str, str]:
 def _one_of(key: str, given: object, allowed: tuple[str, ...]) -> None:
     if given not in allowed:
         hint = nearest(given, allowed) if isinstance(given, str) else ""
-        raise Refusal(f"{OPTIONS_FLAG}: {key} is {given!r}{hint}", f"allowed: {', '.join(allowed)}", "correct the value")
+        raise Refusal(
+            f"{OPTIONS_FLAG}: {key} is {given!r}{hint}", f"allowed: {', '.join(allowed)}", "correct the value"
+        )
 
 
 def _integer(key: str, given: object, minimum: int) -> None:

@@ -45,7 +45,7 @@ class PluginAlgorithm(CustomSpecAlgo):
 
     def get_platform_worker_cls(self) -> None:
         """No platform replaces our worker."""
-        return None
+        return
 
     def create_future_map(
         self,
@@ -121,7 +121,8 @@ def _unsupported(args: Any) -> list[tuple[str, bool, str]]:
         ("--enable-watermark", bool(args.enable_watermark), drop),
         ("--quantization", args.quantization is not None, "use an unquantised target"),
         ("--speculative-adaptive", bool(args.speculative_adaptive), f"{OPTIONS_FLAG} alone carries our options"),
-        ("--speculative-num-steps", args.speculative_num_steps not in (None, 1), f"use {'--speculative-num-draft-tokens'}"),
+        ("--speculative-num-steps", args.speculative_num_steps not in (None, 1),
+         "use --speculative-num-draft-tokens"),
         ("--speculative-eagle-topk", args.speculative_eagle_topk not in (None, 1), drop),
         ("--speculative-use-rejection-sampling", bool(args.speculative_use_rejection_sampling),
          f"""use {OPTIONS_FLAG} '{{"acceptance": "rejection"}}'"""),

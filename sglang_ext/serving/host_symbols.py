@@ -95,7 +95,8 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("srt.managers.auxiliary_output:DeviceAuxiliaryOutput.copy_to_host", ("copy_tensor",), "step records"),
     Symbol("srt.managers.auxiliary_output:HostAuxiliaryOutput.consume", ("batch", "commits"), "step records"),
     Symbol("srt.layers.layer_boundary.residual.batch:start", ("forward_batch",), "the walk over the target's layers"),
-    Symbol("srt.layers.layer_boundary.residual.batch:stream_of", ("forward_batch",), "the walk over the target's layers"),
+    Symbol("srt.layers.layer_boundary.residual.batch:stream_of", ("forward_batch",),
+           "the walk over the target's layers"),
     Symbol("srt.layers.layer_boundary.residual.batch:final_norm", ("hidden_states", "forward_batch", "layernorm"),
            "the walk over the target's layers"),
     Symbol("srt.layers.layer_boundary.residual.stream:ResidualStream.from_handoff", ("hidden", "residual", "update"),
@@ -132,8 +133,8 @@ SYMBOLS: tuple[Symbol, ...] = (
            ("req_pool_indices", "req_to_token", "start_offset", "end_offset", "out_cache_loc", "batch_size"),
            "allocating KV slots for drafts on a CPU"),
     Symbol("kernels.ops.speculative.cache_locs:assign_extend_cache_locs_func",
-           ("req_pool_indices", "req_to_token", "start_offset", "end_offset", "batch_size", "draft_token_num", "device"),
-           "reading KV slots for drafts"),
+           ("req_pool_indices", "req_to_token", "start_offset", "end_offset", "batch_size", "draft_token_num",
+            "device"), "reading KV slots for drafts"),
 )  # fmt: skip
 
 

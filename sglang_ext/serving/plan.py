@@ -86,7 +86,9 @@ def _hub_folder(name: str) -> Path:
 
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise Refusal(
-            f"{DRAFTER_FLAG} {name!r} is not a folder", "a local folder or a hub id (owner/name) is allowed", "correct the path"
+            f"{DRAFTER_FLAG} {name!r} is not a folder",
+            "a local folder or a hub id (owner/name) is allowed",
+            "correct the path",
         )
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
@@ -110,7 +112,7 @@ def _block_size(config: FlexDraftConfig, asked: int | None, folder: Path) -> int
     if not 2 <= asked <= config.block_size:
         raise Refusal(
             f"{BLOCK_FLAG} is {asked}",
-            f"2 to {config.block_size} is allowed (the drafter {folder} was trained with block size {config.block_size}; "
+            f"2 to {config.block_size} is allowed (the block size that {folder} was trained with; "
             "a larger block predicts noise)",
             "lower the value or leave the flag out",
         )

@@ -18,7 +18,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from torch import Tensor
 
-from sglang_ext.serving.attention.mask_rows import MaskRowAttention
+from sglang_ext.serving.attention.mask_rows import MaskAttention
 from sglang_ext.serving.drafters.flexdraft_weights import FlexDraftWeights
 from sglang_ext.serving.verify_input import ChainVerifyInput, MaskRows
 
@@ -41,7 +41,7 @@ class TargetWalk:
         attention: attention of mask rows over pooled and inline keys.
     """
 
-    def __init__(self, model_runner: Any, weights: FlexDraftWeights, attention: MaskRowAttention) -> None:
+    def __init__(self, model_runner: Any, weights: FlexDraftWeights, attention: MaskAttention) -> None:
         self._runner = model_runner
         self._model = model_runner.model
         self._layers = model_runner.model.model.layers
@@ -93,26 +93,18 @@ class TargetWalk:
     ) -> Tensor:
         for layer in self._layers[self._weights.split :]:
             rows = layer.attn_boundary.prepare(hidden, state)
-            mixed = self._mask_attention(layer.self_attn, rows[clean_rows:], mask, clean_rows, clean_positions, rows, state)
-            hidden = layer.attn_boundary.finish(mixed, state)
+            mixed = []
+            if clean_rows:
+                # Clean rows go first: their keys and values must be in the cache before mask rows look at them.
+                mixed.append(layer.self_attn(clean_positions, rows[:clean_rows], state))
+            mixed.append(self._mask_attention(layer.self_attn, rows[clean_rows:], mask))
+            hidden = layer.attn_boundary.finish(torch.cat(mixed), state)
             hidden = layer.ffn_boundary.prepare(hidden, state)
             hidden = layer.mlp(hidden, forward_batch=state)
             hidden = layer.ffn_boundary.finish(hidden, state)
         return residual_batch.final_norm(hidden, state, self._norm)
 
-    def _mask_attention(
-        self,
-        attention: Any,
-        mask_rows: Tensor,
-        mask: MaskRows,
-        clean_rows: int,
-        clean_positions: Tensor | None,
-        rows: Tensor,
-        state: Any,
-    ) -> Tensor:
-        # Clean rows go first: their keys and values must be in the cache before mask rows look at them.
-        clean_out = attention(clean_positions, rows[:clean_rows], state) if clean_rows else None
-        q, k, v = self._weights.project(attention, mask_rows, mask.positions)
+    def _mask_attention(self, attention: Any, rows: Tensor, mask: MaskRows) -> Tensor:
+        q, k, v = self._weights.project(attention, rows, mask.positions)
         out = self._attention.attend(attention.attn, q, k, v, mask.meta)
-        mask_out = self._weights.output(attention.attn.layer_id, out)
-        return mask_out if clean_out is None else torch.cat([clean_out, mask_out])
+        return self._weights.output(attention.attn.layer_id, out)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from torch import Tensor
-
-from sglang_ext.serving.attention.mask_rows import MaskRowMeta
 
 
 @dataclass
@@ -21,7 +20,7 @@ class MaskRows:
     """
 
     positions: Tensor
-    meta: MaskRowMeta
+    meta: Any
     hidden: Tensor | None = None
 
 

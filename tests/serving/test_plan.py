@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from sglang_ext.core.refusal import Refusal
 from sglang_ext.serving.algorithm import validate_server_args
 from sglang_ext.serving.plan import SCRIPTED_BLOCK, resolve_plan

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from sglang_ext.core.config import RequestOptions, SpecOptions, load_options, parse_request_options
 from sglang_ext.core.refusal import Refusal
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+
 from sglang_ext.testing.scripts import SCRIPTS, draft
 
 TRANSCRIPT = [11, 12, 13, 14, 15, 16]

@@ -89,7 +89,7 @@ class InlineMeta(NamedTuple):
 
 
 class SdpaMaskRows:
-    """The interface of :class:`~.mask_rows.MaskRowAttention` over :class:`~.sdpa.SdpaBackend`.
+    """The :class:`~.mask_rows.MaskAttention` of the CPU, over :class:`~.sdpa.SdpaBackend`.
 
     Args:
         model_runner: the host's target runner; its backend may be built after construction.
@@ -99,9 +99,9 @@ class SdpaMaskRows:
         self._runner = model_runner
 
     def prepare(self, slots: Tensor, layout: BlockLayout, keys: int) -> InlineMeta:
-        """Plan the mask rows of ``layout`` for requests in ``slots [B]``; ``keys`` is S, the largest pooled length."""
+        """Plan the mask rows of ``layout`` for requests in ``slots [B]``; ``keys`` is not needed here."""
         kv_lens = (layout.committed + layout.clean.counts).tolist()
-        allowed = mask_rows_mask(layout, keys)
+        allowed = mask_rows_mask(layout, max(kv_lens))
         return InlineMeta(self._runner.attn_backend.prepare_mask_rows(slots, kv_lens, allowed), layout.mask)
 
     def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, meta: InlineMeta) -> Tensor:

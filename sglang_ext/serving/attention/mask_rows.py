@@ -8,13 +8,23 @@ Shape legend: B requests, G mask groups, K block size, R = G * K padded mask row
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from sglang_ext.core.block import BlockLayout, RowMap, mask_rows_mask
+
+
+class MaskAttention(Protocol):
+    """What the walk needs: plan the mask rows of a pass once, then attend them in every deep layer."""
+
+    def prepare(self, slots: Tensor, layout: BlockLayout, keys: int) -> Any:
+        """Plan the mask rows of ``layout`` for requests in ``slots [B]``; ``keys`` bounds the pooled lengths."""
+
+    def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, meta: Any) -> Tensor:
+        """Return ``[N, heads * D]`` for flat mask rows q ``[N, heads, D]``, k and v ``[N, kv_heads, D]``."""
 
 
 class MaskRowMeta(NamedTuple):
@@ -32,7 +42,7 @@ class MaskRowMeta(NamedTuple):
 
 
 class MaskRowAttention:
-    """Pure torch; runs on any device and beside any attention backend, because it reads the pool itself.
+    """The :class:`MaskAttention` of any device: it reads the pool itself, beside whatever backend the target uses.
 
     Args:
         model_runner: the host's target runner; its pools may be allocated after construction.

@@ -35,7 +35,8 @@ def build_drafter(plan: SpecPlan, model_runner: Any, profile: StepProfile) -> Dr
 
 
 def _build_flexdraft(plan: SpecPlan, model_runner: Any, profile: StepProfile) -> Drafter:
-    from sglang_ext.serving.attention.mask_rows import MaskRowAttention
+    from sglang_ext.serving.attention.inline import SdpaMaskRows
+    from sglang_ext.serving.attention.mask_rows import MaskAttention, MaskRowAttention
     from sglang_ext.serving.drafters.flexdraft import FlexDraftDrafter
     from sglang_ext.serving.drafters.flexdraft_weights import FlexDraftWeights
 
@@ -44,8 +45,12 @@ def _build_flexdraft(plan: SpecPlan, model_runner: Any, profile: StepProfile) ->
     hf_config = model_runner.model_config.hf_config
     checkpoint.validate_against_target(loaded.config, hf_config.to_dict(), None, DRAFTER_FLAG)
     weights = FlexDraftWeights(loaded, model_runner.dtype, model_runner.device, hf_config.rms_norm_eps)
-    attention = MaskRowAttention(
-        model_runner, loaded.config.num_attention_heads // loaded.config.num_key_value_heads
-    )
+    attention: MaskAttention
+    if model_runner.device == "cpu":
+        attention = SdpaMaskRows(model_runner)
+    else:
+        attention = MaskRowAttention(
+            model_runner, loaded.config.num_attention_heads // loaded.config.num_key_value_heads
+        )
     top_m = plan.options.draft_top_m if plan.options.acceptance == "rejection" else None
     return FlexDraftDrafter(model_runner, weights, attention, plan.block_size, top_m, profile)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sglang_ext.core.block import BlockLayout
 from sglang_ext.core.sampling import sample, target_probs
-from sglang_ext.serving.attention.mask_rows import MaskRowAttention
+from sglang_ext.serving.attention.mask_rows import MaskAttention
 from sglang_ext.serving.drafters.base import Context, DraftBlock, Drafter
 from sglang_ext.serving.drafters.flexdraft_weights import FlexDraftWeights
 from sglang_ext.serving.profile import StepProfile
@@ -35,7 +35,7 @@ class FlexDraftDrafter(Drafter):
         self,
         model_runner: Any,
         weights: FlexDraftWeights,
-        attention: MaskRowAttention,
+        attention: MaskAttention,
         block_size: int,
         top_m: int | None,
         profile: StepProfile,
@@ -58,7 +58,7 @@ class FlexDraftDrafter(Drafter):
         return self._weights.bytes
 
     def mask_rows(self, slots: Tensor, layout: BlockLayout, keys: int) -> MaskRows:
-        """Lay out the mask groups of ``layout`` for requests in ``slots [B]``; ``keys`` is the largest pooled length."""
+        """Lay out the mask groups of ``layout`` for requests in ``slots [B]``; ``keys`` bounds the pooled lengths."""
         meta = self._attention.prepare(slots, layout, keys)
         return MaskRows(positions=layout.mask_position_flat.clamp_max(self._last_position), meta=meta)
 

@@ -71,8 +71,10 @@ class FlexDraftWeights:
             q = self._head_norm(q, layer.q_norm, head_dim)
             k = self._head_norm(k, layer.k_norm, head_dim)
         q, k = attention.rotary_emb(positions, q, k)
-        return q.view(-1, attention.attn.tp_q_head_num, head_dim), k.view(-1, attention.attn.tp_k_head_num, head_dim), (
-            v.reshape(-1, attention.attn.tp_v_head_num, head_dim)
+        return (
+            q.view(-1, attention.attn.tp_q_head_num, head_dim),
+            k.view(-1, attention.attn.tp_k_head_num, head_dim),
+            (v.reshape(-1, attention.attn.tp_v_head_num, head_dim)),
         )
 
     def output(self, layer_id: int, rows: Tensor) -> Tensor:

@@ -28,9 +28,7 @@ class ScriptedDrafter(Drafter):
 
     def propose(self, context: Context) -> DraftBlock:
         """Draft what each request's script says at its position."""
-        rows = [
-            self._draft(req, length) for req, length in zip(context.reqs, context.lengths.tolist(), strict=True)
-        ]
+        rows = [self._draft(req, length) for req, length in zip(context.reqs, context.lengths.tolist(), strict=True)]
         tokens = torch.tensor([tokens for tokens, _ in rows], dtype=torch.int64, device=self._device)
         confidence = torch.tensor([confidence for _, confidence in rows], dtype=torch.float32, device=self._device)
         return DraftBlock(tokens, confidence)

@@ -23,7 +23,7 @@ ROOMS: dict[str, set[str]] = {
     "testing": {"core", "models", "targets", "testing"},
     "serving": {"core", "models", "testing", "serving"},
     "training": {"core", "models", "targets", "training"},
-    "bench": {"core", "models", "targets", "testing", "doctor", "bench"},
+    "bench": {"core", "models", "targets", "testing", "serving", "doctor", "bench"},
     "plugin": {"core", "serving"},
     "doctor": {"core", "models", "targets", "serving", "plugin"},
     "cli": {"core", "models", "targets", "training", "bench", "doctor"},

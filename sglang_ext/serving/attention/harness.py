@@ -29,24 +29,45 @@ class AttentionShape:
 SMOLLM2_135M = AttentionShape(heads=9, kv_heads=3, head_dim=64, dtype=torch.bfloat16)
 
 
-class Pool:
-    """Keys and values of one layer, ``[slots, Hk, D]``."""
+def backends() -> dict[str, type]:
+    """The host's CPU backend and ours, by the names they go by in reports."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self.keys, self.values = keys, values
+    from sglang_ext.serving.attention.sdpa import SdpaBackend
+
+    return {"torch_native": TorchNativeAttnBackend, "sglang_ext": SdpaBackend}
+
+
+class Pool:
+    """Keys and values ``[slots, Hk, D]``, a copy per layer; layer ids past the last copy start over."""
+
+    def __init__(self, keys: Tensor, values: Tensor, layers: int) -> None:
+        self._keys = [keys, *(keys.clone() for _ in range(layers - 1))]
+        self._values = [values, *(values.clone() for _ in range(layers - 1))]
+
+    @property
+    def keys(self) -> Tensor:
+        """Layer 0's keys."""
+        return self._keys[0]
+
+    @property
+    def values(self) -> Tensor:
+        """Layer 0's values."""
+        return self._values[0]
 
     def get_key_buffer(self, layer_id: int) -> Tensor:
-        """The key pool."""
-        return self.keys
+        """A layer's keys."""
+        return self._keys[layer_id % len(self._keys)]
 
     def get_value_buffer(self, layer_id: int) -> Tensor:
-        """The value pool."""
-        return self.values
+        """A layer's values."""
+        return self._values[layer_id % len(self._values)]
 
     def set_kv_buffer(self, layer: Any, where: Any, k: Tensor, v: Tensor) -> None:
         """Write rows at their slots."""
-        self.keys[where.loc] = k.view(-1, *self.keys.shape[1:])
-        self.values[where.loc] = v.view(-1, *self.values.shape[1:])
+        keys, values = self.get_key_buffer(layer.layer_id), self.get_value_buffer(layer.layer_id)
+        keys[where.loc] = k.view(-1, *keys.shape[1:])
+        values[where.loc] = v.view(-1, *values.shape[1:])
 
 
 class Harness:
@@ -57,9 +78,12 @@ class Harness:
         kv_lens: keys of each request after the pass.
         page_size: slots are handed out in pages of this many.
         seed: of keys, values and slots.
+        layers: copies of the pool, so that timings do not read the same memory again and again.
     """
 
-    def __init__(self, shape: AttentionShape, kv_lens: Sequence[int], *, page_size: int = 1, seed: int = 0) -> None:
+    def __init__(
+        self, shape: AttentionShape, kv_lens: Sequence[int], *, page_size: int = 1, seed: int = 0, layers: int = 1
+    ) -> None:
         self.shape, self.kv_lens = shape, list(kv_lens)
         random = torch.Generator().manual_seed(seed)
         pages = [-(-length // page_size) for length in kv_lens]
@@ -74,11 +98,12 @@ class Harness:
             table[request, : slots.numel()] = slots.to(torch.int32)
         size = (self.slot_count, shape.kv_heads, shape.head_dim)
         # Unwritten slots hold large values: a backend that reads a key it must not see shows it.
-        self.pool = Pool(*(torch.full(size, 300.0, dtype=shape.dtype) for _ in range(2)))
-        for pool in (self.pool.keys, self.pool.values):
+        keys, values = (torch.full(size, 300.0, dtype=shape.dtype) for _ in range(2))
+        for pool in (keys, values):
             for request, length in zip(self.requests, kv_lens, strict=True):
                 rows = torch.randn(length, *size[1:], generator=random).to(shape.dtype)
                 pool[table[request, :length].long()] = rows
+        self.pool = Pool(keys, values, layers)
         self.table = table
         self.runner = SimpleNamespace(
             device="cpu",
@@ -139,3 +164,12 @@ class Harness:
             encoder_lens=None,
             spec_info=spec_info,
         )
+
+    def run_pass(self, backend: Any, batch: Any, query: Tensor, rows: Sequence[int], layers: int) -> Tensor:
+        """One forward pass as a model would make it: metadata once, then ``layers`` attention layers."""
+        forward = backend.forward_decode if batch.forward_mode.is_decode() else backend.forward_extend
+        k, v = self.new_rows(rows)
+        backend.init_forward_metadata(batch)
+        for layer_id in range(layers):
+            out = forward(query, k, v, self.layer(layer_id=layer_id), batch)
+        return out

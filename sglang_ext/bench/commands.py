@@ -1,4 +1,4 @@
-"""``sglang-ext bench``: the comparison itself, and the commands under it (``steps``, ``memory``, ``attention``)."""
+"""``sglang-ext bench``: the comparison itself, and the commands under it; ``bench-attention`` is attached here too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sglang_ext.bench import datasets, environment, memory, steps
+from sglang_ext.bench import attention, datasets, environment, memory, steps
 from sglang_ext.bench.client import Client, Sampling, ServerError
 from sglang_ext.bench.datasets import DEFAULT_DATASETS, FILES
 from sglang_ext.bench.interleave import Size
@@ -29,7 +29,7 @@ FULL = {"prompts": 40, "max_new_tokens": 256, "rounds": 6, "record_prompts": 20}
 
 
 def add_parsers(subparsers: Any) -> None:
-    """Attach ``bench`` and the commands under it."""
+    """Attach ``bench`` with the commands under it, and ``bench-attention``."""
     bench = subparsers.add_parser(
         "bench",
         help="measure FlexDraft against plain decoding: speed, accept length, text equality",
@@ -72,6 +72,7 @@ def add_parsers(subparsers: Any) -> None:
     inner = bench.add_subparsers(dest="bench_command", required=False, metavar="COMMAND")
     _add_steps(inner)
     _add_memory(inner)
+    attention.add_parser(subparsers)
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -136,13 +137,12 @@ def run(args: argparse.Namespace) -> int:
         arms = _arms(args, settings, out, stack)
         prompts = datasets.encode(chosen, _target_of(args, arms[0].client))
         context = environment.describe()
-        context["busy_share_before"] = environment.warn_if_busy()
         context["server_info"] = _plan(arms[0].client)
+        runner.Switch(arms).none()  # an idle server looks busy
+        context["busy_share_before"] = environment.warn_if_busy()
         measurements = runner.run(arms, prompts, size)
         options = {} if args.mode == "auto" else {"mode": args.mode}
-        records = runner.collect_records(arms[0], prompts, defaults["record_prompts"], options)
-        for process in {id(arm.process): arm.process for arm in arms if arm.process is not None}.values():
-            process.resume()
+        records = runner.collect_records(arms, prompts, defaults["record_prompts"], options)
         score = arms[-1].client.logprobs_after if args.temperature == 0 else None
         table = report.rows(measurements, score, args.tie_gap)
     accepted = report.acceptance(records)

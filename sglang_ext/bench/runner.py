@@ -114,6 +114,11 @@ class Switch:
         if arm.process is not None:
             arm.process.resume()
 
+    def none(self) -> None:
+        """Pause every server this measurement started."""
+        for process in self._processes:
+            process.pause()
+
     def all(self) -> None:
         """Resume every server."""
         for process in self._processes:
@@ -154,16 +159,18 @@ def measure(arm: Arm, block: Block, max_new_tokens: int | None = None) -> Measur
 
 
 def collect_records(
-    arm: Arm, prompts: Mapping[str, Sequence[Prompt]], count: int, options: dict[str, Any]
+    arms: Sequence[Arm], prompts: Mapping[str, Sequence[Prompt]], count: int, options: dict[str, Any]
 ) -> dict[str, list[StepRecord]]:
-    """Return the step records of ``count`` prompts of each dataset, one request at a time."""
-    Switch([arm]).only(arm)
+    """Return the first arm's step records of ``count`` prompts of each dataset, one request at a time."""
+    arm, switch = arms[0], Switch(arms)
+    switch.only(arm)
     records: dict[str, list[StepRecord]] = {}
     for name, group in prompts.items():
         records[name] = []
         for number, prompt in enumerate(group[:count], start=1):
             records[name] += arm.client.records(prompt.input_ids, arm.sampling, options)
             status(f"step records: {name} {number}/{min(count, len(group))}")
+    switch.all()
     finished("step records: done")
     return records
 

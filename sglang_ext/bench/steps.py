@@ -76,12 +76,14 @@ def run(args: argparse.Namespace, flags: Sequence[str], out: Path) -> int:
         )
         fast.pause()
         plain = stack.enter_context(ServerProcess("plain", flags, out / "server-steps-plain.log"))
-        encoded = datasets.encode({"prompts": prompts}, str(fast.client.get_json("/model_info")["model_path"]))[
+        encoded = datasets.encode({"prompts": prompts}, str(plain.client.get_json("/model_info")["model_path"]))[
             "prompts"
         ]
         context = environment.describe()
+        arms = _arms(fast, plain, args.max_new_tokens or MAX_NEW_TOKENS)
+        Switch(arms).none()  # an idle server looks busy
         context["busy_share_before"] = environment.warn_if_busy()
-        times = measure(_arms(fast, plain, args.max_new_tokens or MAX_NEW_TOKENS), encoded)
+        times = measure(arms, encoded)
     lines = table(times)
     text = "\n".join(["# One decoding step at batch 1", "", environment.summary(context), "", *lines]) + "\n"
     (out / "steps.md").write_text(text, encoding="utf-8")

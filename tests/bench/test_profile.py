@@ -2,42 +2,52 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
+from sglang_ext.serving import profile as module_under_test
 from sglang_ext.serving.profile import OTHER, StepProfile
 
 
-def busy(seconds: float) -> None:
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        pass
+class Clock:
+    """Stands in for the ``time`` module; moves only when told to."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def perf_counter(self) -> float:
+        return self.seconds
+
+    def pass_ms(self, ms: float) -> None:
+        self.seconds += ms / 1000.0
 
 
-def one_step(profile: StepProfile) -> float:
-    started = time.perf_counter()
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    fake = Clock()
+    monkeypatch.setattr(module_under_test, "time", fake)
+    return fake
+
+
+def one_step(profile: StepProfile, clock: Clock) -> None:
+    """A step of 7 ms: 2 of drafting, 4 of its head, 1 of neither."""
     with profile.step():
         profile.label(["parallel", "parallel"])
         with profile.section("draft"):
-            busy(0.002)
+            clock.pass_ms(2)
             with profile.section("draft head"):
-                busy(0.004)
-        busy(0.001)
-    return 1000 * (time.perf_counter() - started)
+                clock.pass_ms(4)
+        clock.pass_ms(1)
 
 
-def test_own_times_of_nested_sections_add_up_to_the_step() -> None:
+def test_own_times_of_nested_sections_add_up_to_the_step(clock: Clock) -> None:
     profile = StepProfile(True, "cpu")
-    wall = one_step(profile) + one_step(profile)
+    one_step(profile, clock)
+    one_step(profile, clock)
     (entry,) = profile.to_dict()
     assert (entry["mode"], entry["batch"], entry["steps"]) == ("parallel", 2, 2)
-    assert set(entry["ms"]) == {OTHER, "draft", "draft head"}
-    assert entry["ms"]["draft head"] >= 8.0
-    assert entry["ms"]["draft"] >= 4.0
-    assert entry["ms"][OTHER] >= 2.0
-    assert sum(entry["ms"].values()) <= wall
+    assert entry["ms"] == pytest.approx({OTHER: 2.0, "draft": 4.0, "draft head": 8.0})
+    assert sum(entry["ms"].values()) == pytest.approx(1000 * clock.seconds)
 
 
 def test_steps_are_kept_apart_by_mode_and_batch_size() -> None:
@@ -49,10 +59,10 @@ def test_steps_are_kept_apart_by_mode_and_batch_size() -> None:
     assert seen == {("plain", 1): 2, ("parallel", 1): 1, ("mixed", 2): 1}
 
 
-def test_a_watched_module_is_charged_for_its_calls() -> None:
+def test_a_watched_module_is_charged_for_its_calls(clock: Clock) -> None:
     class Slow(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            busy(0.003)
+            clock.pass_ms(3)
             return x
 
     profile, module = StepProfile(True, "cpu"), Slow()
@@ -60,27 +70,27 @@ def test_a_watched_module_is_charged_for_its_calls() -> None:
     with profile.step():
         profile.label(["plain"])
         with profile.section("target"):
+            clock.pass_ms(5)
             module(torch.zeros(1))
     (entry,) = profile.to_dict()
-    assert entry["ms"]["target head"] >= 3.0
-    assert entry["ms"]["target"] < entry["ms"]["target head"]
+    assert entry["ms"] == pytest.approx({OTHER: 0.0, "target": 5.0, "target head": 3.0})
 
 
-def test_a_failed_step_does_not_disturb_the_next() -> None:
+def test_a_failed_step_does_not_disturb_the_next(clock: Clock) -> None:
     profile = StepProfile(True, "cpu")
     with pytest.raises(RuntimeError), profile.step():
         profile.label(["plain"])
         with profile.section("target"):
             raise RuntimeError("out of memory")
-    one_step(profile)
+    one_step(profile, clock)
     (entry,) = profile.to_dict()
-    assert entry["mode"] == "parallel"
+    assert (entry["mode"], sum(entry["ms"].values())) == ("parallel", pytest.approx(7.0))
 
 
-def test_switched_off_it_attaches_and_keeps_nothing() -> None:
+def test_switched_off_it_attaches_and_keeps_nothing(clock: Clock) -> None:
     profile, module = StepProfile(False, "cpu"), torch.nn.Identity()
     profile.watch(module, "target head")
     assert not module._forward_hooks and not module._forward_pre_hooks
     assert profile.section("a") is profile.section("b") is profile.step()
-    one_step(profile)
+    one_step(profile, clock)
     assert profile.to_dict() == []

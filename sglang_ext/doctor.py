@@ -89,7 +89,10 @@ def _entry_points() -> list[Check]:
 
 
 def _device() -> list[Check]:
-    found = accelerator_name() or "CPU, through this package's platform (start servers with --device cpu)"
+    from sglang_ext.plugin import activate_platform
+
+    ours = activate_platform() is not None
+    found = accelerator_name() or ("CPU (start servers with --device cpu)" if ours else "another platform package's")
     return [Check("device", True, f"{found}; {os.cpu_count()} CPU cores")]
 
 

@@ -52,7 +52,8 @@ def _bars(axis, table: Sequence[Row]) -> None:  # type: ignore[no-untyped-def]
         axis.text(index, height, f"{row.decode_ratio[arm].estimate:.2f}x", ha="center", fontsize=9)
     axis.set_xticks(range(len(table)), [f"batch {row.batch}" for row in table])
     axis.set_ylabel("decoded tokens a second")
-    axis.legend(frameon=False, fontsize=8)
+    axis.set_ylim(0, 1.12 * top)
+    axis.legend(frameon=False, fontsize=8, loc="upper left")
     axis.spines[["top", "right"]].set_visible(False)
 
 
@@ -61,6 +62,7 @@ def _curves(axis, accepted: Sequence[Acceptance]) -> None:  # type: ignore[no-un
         reached = [rate for rate in item.positions if rate.reached]
         axis.plot([rate.position for rate in reached], [rate.conditional for rate in reached], "o-", label=item.dataset)
     axis.set_ylim(0, 1)
+    axis.set_xticks(range(1, 1 + max(len(item.positions) for item in accepted)))
     axis.set_xlabel("draft position")
     axis.set_ylabel("accepted, if all before were")
     axis.set_title("acceptance")

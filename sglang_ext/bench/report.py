@@ -210,6 +210,7 @@ def _plain_arms(table: Sequence[Row]) -> list[str]:
 
 
 def render_table(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table with aligned columns."""
     widths = [max(len(line[column]) for line in [head, *body]) for column in range(len(head))]
 
     def line(cells: Sequence[str]) -> str:

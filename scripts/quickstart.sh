@@ -72,4 +72,4 @@ echo
 echo "The server runs in the background as process $SERVER on http://127.0.0.1:$PORT (log: $LOG)."
 echo "Stop it with:  kill $SERVER"
 echo "Talk to it by typing:  curl -s http://127.0.0.1:$PORT/v1/chat/completions -H 'Content-Type: application/json'" \
-    "-d '{\"model\": \"default\", \"messages\": [{\"role\": \"user\", \"content\": \"Why is the sky blue?\"}]}'"
+    "-d '{\"model\": \"default\", \"temperature\": 0, \"messages\": [{\"role\": \"user\", \"content\": \"Why is the sky blue?\"}]}'"

@@ -56,7 +56,7 @@ def make_attention_backend(model_runner: Any) -> Any:
 
 
 def allow_draft_backend() -> None:
-    """Let the host accept our backend for drafters and deterministic inference; must run before arguments are parsed."""
+    """Let the host accept our backend for drafters and deterministic inference; runs before arguments are parsed."""
     from sglang.srt.arg_groups import choices
 
     if BACKEND_NAME not in choices.DRAFT_ATTENTION_BACKEND_CHOICES:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sglang_ext.core.masks import CLEAN, visible
-from sglang_ext.serving.attention.gather import Gather, Workspace, padded_columns
+from sglang_ext.serving.attention.gather import Gather, Gathered, Workspace, padded_columns
 
 HIDDEN = 1 << 30
 """Key position of a padding column: behind every anchor."""
@@ -54,29 +54,43 @@ def _best_cut(bucket: list[int], lengths: Sequence[int]) -> tuple[int, int]:
     return max(cuts, default=(0, 0))
 
 
-def attend(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    bias: Tensor,
-    scaling: float,
-    sinks: Tensor | None,
-    workspace: Workspace,
-) -> Tensor:
-    """Return softmax(scaling * query @ keys^T + bias) @ values, ``[N, rows, Dv]``.
+class DenseKernel:
+    """softmax(scaling * query @ keys^T + bias) @ values over fixed buffers, so that a layer only fills and multiplies.
 
     Args:
-        query: ``[N, rows, D]``.
-        keys: ``[N, S, D]``.
-        values: ``[N, S, Dv]``.
-        bias: ``[N, rows, S]``, 0 where a row may look and -inf where not; every row sees at least one key.
-        scaling: multiplies the scores.
-        sinks: ``[N, rows, 1]`` extra logits that take probability mass and carry no value, or None.
+        source: gathered keys and values; every layer's contents appear in the same memory.
+        columns: leading key columns that are attended.
+        bias: ``[N, rows, columns]`` in the query's dtype, 0 where a row may look and -inf where not; every row sees at
+            least one key.
         workspace: scratch buffers for scores and weights.
     """
-    scores = _scores(query, keys, workspace)
-    torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=scaling, out=scores)
-    return _mix(scores, values, sinks, workspace)
+
+    def __init__(self, source: Gathered, columns: int, bias: Tensor, workspace: Workspace) -> None:
+        self.source = source
+        self._bias = bias
+        self._columns = columns
+        self._converts = source.keys.dtype != bias.dtype
+        self._keys = source.keys[:, :columns].transpose(1, 2)
+        self._values = source.values[:, :columns]
+        shape = bias.shape[0] * bias.shape[1], columns
+        self._scores = workspace.take("scores", 0, *shape, bias).view_as(bias)
+        self._weights = workspace.take("weights", 0, *shape, bias).view_as(bias)
+
+    def attend(self, query: Tensor, scaling: float, sinks: Tensor | None) -> Tensor:
+        """Return ``[N, rows, Dv]`` for ``query [N, rows, D]``; ``sinks [N, rows, 1]`` are logits without a value."""
+        keys, values = self._keys, self._values
+        if self._converts:
+            keys, values = keys.to(query.dtype), values.to(query.dtype)
+        torch.baddbmm(self._bias, query, keys, alpha=scaling, out=self._scores)
+        if sinks is None:
+            return torch.bmm(torch.softmax(self._scores, -1, out=self._weights), values)
+        return mix_with_sinks(self._scores, values, sinks)
+
+
+def mix_with_sinks(scores: Tensor, values: Tensor, sinks: Tensor) -> Tensor:
+    """Weigh ``values`` by a softmax over the scores and one sink logit per row."""
+    weights = torch.softmax(torch.cat([scores, sinks.to(scores.dtype)], -1), -1)
+    return torch.bmm(weights[..., :-1], values)
 
 
 def attend_tail(
@@ -88,36 +102,32 @@ def attend_tail(
     sinks: Tensor | None,
     workspace: Workspace,
 ) -> Tensor:
-    """:func:`attend` for one request whose rows see all keys but the last few: the mask is added to those only.
+    """Attend rows of one request that see all keys but some of the last: the mask is added to those only.
 
     Args:
-        tail: ``[R, T]`` additive mask of the last T keys, the same for all heads; rows of ``query`` are ``g * R``.
-        query, keys, values, scaling, sinks, workspace: as in :func:`attend`, with N = Hk.
+        query: ``[Hk, g*R, D]``.
+        keys, values: ``[Hk, S, D]``.
+        tail: ``[R, T]`` additive mask of the last T keys, the same for all heads.
+        scaling: multiplies the scores.
+        sinks: ``[Hk, g*R, 1]`` or None.
+        workspace: scratch buffers for scores and weights.
     """
-    scores = _scores(query, keys, workspace)
-    torch.baddbmm(scores, query, keys.transpose(1, 2), beta=0, alpha=scaling, out=scores)
-    rows, width = tail.shape
-    scores.view(query.shape[0], -1, rows, keys.shape[1])[..., keys.shape[1] - width :] += tail
-    return _mix(scores, values, sinks, workspace)
-
-
-def _scores(query: Tensor, keys: Tensor, workspace: Workspace) -> Tensor:
-    # Fresh buffers of megabytes would be page-faulted in anew on every layer.
     batch, rows, columns = query.shape[0], query.shape[1], keys.shape[1]
-    return workspace.take("scores", 0, batch * rows, columns, query).view(batch, rows, columns)
-
-
-def _mix(scores: Tensor, values: Tensor, sinks: Tensor | None, workspace: Workspace) -> Tensor:
-    if sinks is None:
-        weights = workspace.take("weights", 0, scores.shape[0] * scores.shape[1], scores.shape[2], scores)
-        return torch.bmm(torch.softmax(scores, -1, out=weights.view_as(scores)), values)
-    weights = torch.softmax(torch.cat([scores, sinks.to(scores.dtype)], -1), -1)
-    return torch.bmm(weights[..., :-1], values)
+    # Fresh buffers of megabytes would be page-faulted in anew on every layer.
+    scores = workspace.take("scores", 0, batch * rows, columns, query).view(batch, rows, columns)
+    torch.baddbmm(scores, query, keys.transpose(1, 2), beta=0, alpha=scaling, out=scores)
+    scores.view(batch, -1, tail.shape[0], columns)[..., columns - tail.shape[1] :] += tail
+    if sinks is not None:
+        return mix_with_sinks(scores, values, sinks)
+    weights = workspace.take("weights", 0, batch * rows, columns, query).view(batch, rows, columns)
+    return torch.bmm(torch.softmax(scores, -1, out=weights), values)
 
 
 def fold_heads(query: Tensor, rows: int, kv_heads: int) -> Tensor:
     """``[B*R, Hq, D]`` to ``[B*Hk, g*R, D]``: query heads of one key/value head become rows (a view when R is 1)."""
     heads, size = query.shape[-2:]
+    if rows == 1:
+        return query.reshape(-1, heads // kv_heads, size)
     split = query.reshape(-1, rows, kv_heads, heads // kv_heads, size)
     return split.permute(0, 2, 3, 1, 4).reshape(-1, heads // kv_heads * rows, size)
 
@@ -125,12 +135,14 @@ def fold_heads(query: Tensor, rows: int, kv_heads: int) -> Tensor:
 def unfold_heads(out: Tensor, rows: int, kv_heads: int) -> Tensor:
     """Inverse of :func:`fold_heads`: ``[B*Hk, g*R, D]`` to ``[B*R, Hq, D]``."""
     group, size = out.shape[1] // rows, out.shape[2]
+    if rows == 1:
+        return out.view(-1, kv_heads * group, size)
     split = out.view(-1, kv_heads, group, rows, size)
     return split.permute(0, 3, 1, 2, 4).reshape(-1, kv_heads * group, size)
 
 
 def bias_of(seen: Tensor, kv_heads: int, group: int, dtype: torch.dtype) -> Tensor:
-    """Turn a boolean mask ``[B, R, S]`` into the additive bias ``[B*Hk, g*R, S]`` of :func:`attend`."""
+    """Turn a boolean mask ``[B, R, S]`` into the additive bias ``[B*Hk, g*R, S]`` of :class:`DenseKernel`."""
     batch, rows, columns = seen.shape
     bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
     return bias[:, None, None].expand(batch, kv_heads, group, rows, columns).reshape(-1, group * rows, columns)
@@ -170,7 +182,8 @@ class DenseGroup:
         self.rows = max(query_lens)
         self.kv_lens = list(kv_lens)
         self._allowed = allowed
-        self._biases: dict[tuple[bool, int | None, int, int, torch.dtype], Tensor] = {}
+        self._workspace = workspace
+        self._kernels: dict[tuple[bool, int | None, int, torch.dtype], DenseKernel] = {}
         lane = torch.arange(self.rows, device=slots.device)
         row_lens = torch.tensor(list(query_lens), device=slots.device)[:, None]
         self._key_lens = torch.tensor(self.kv_lens, device=slots.device)[:, None]
@@ -186,12 +199,14 @@ class DenseGroup:
         """Packed row numbers of the group, in packed order."""
         return self.packed if self.valid is None else self.packed[self.valid]
 
-    def bias(self, causal: bool, window: int | None, kv_heads: int, group: int, dtype: torch.dtype) -> Tensor:
-        """Additive mask ``[B*Hk, g*R, S]``, built once per forward pass and kind of layer."""
-        key = (causal, window, kv_heads, group, dtype)
-        if key not in self._biases:
-            self._biases[key] = bias_of(self._seen(causal, window), kv_heads, group, dtype)
-        return self._biases[key]
+    def kernel(self, source: Gathered, causal: bool, window: int | None, heads: int, dtype: torch.dtype) -> DenseKernel:
+        """The product for one kind of layer, built once per forward pass."""
+        key = (causal, window, heads, dtype)
+        held = self._kernels.get(key)
+        if held is None or held.source is not source:
+            bias = bias_of(self._seen(causal, window), source.kv_heads, heads // source.kv_heads, dtype)
+            held = self._kernels[key] = DenseKernel(source, self.gather.columns, bias, self._workspace)
+        return held
 
     def _seen(self, causal: bool, window: int | None) -> Tensor:
         """Return ``[B, R, S]``: which pool keys each query row may look at."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +37,22 @@ class Workspace:
         return held[: rows * width].view(rows, width)
 
 
+class Gathered(NamedTuple):
+    """Buffers of one gather.
+
+    Attributes:
+        kv_heads: Hk.
+        key_rows, value_rows: ``[B*Hk*(S + extra), D]``.
+        keys, values: the same memory as ``[B*Hk, S + extra, D]``.
+    """
+
+    kv_heads: int
+    key_rows: Tensor
+    value_rows: Tensor
+    keys: Tensor
+    values: Tensor
+
+
 class Gather:
     """Keys and values of B requests, layer by layer.
 
@@ -53,6 +70,7 @@ class Gather:
         self.extra = 0
         self._layer: int | None = None
         self._rows: dict[tuple[int, bool], Tensor] = {}
+        self._gathered: Gathered | None = None
 
     @property
     def columns(self) -> int:
@@ -65,26 +83,32 @@ class Gather:
         if extra != self.extra:
             self.extra = extra
             self._rows.clear()
-            self._layer = None
+            self._gathered = None
 
-    def read(
-        self, layer: int, key_pool: Tensor, value_pool: Tensor, translate: Translate | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return keys and values of a layer as ``[B*Hk, S + extra, D]``.
+    def read(self, layer: int, key_pool: Tensor, value_pool: Tensor, translate: Translate | None) -> Gathered:
+        """Return keys and values of a layer.
 
-        A second read of the same layer returns the same buffers without gathering again; the caller starts a new
-        :class:`Gather` when the pool has changed.
+        The same object is returned while shapes do not change, with the layer's contents in it. A second read of the
+        same layer gathers nothing; the caller starts a new :class:`Gather` when the pool has changed.
         """
-        kv_heads = key_pool.shape[1]
-        rows = self._pool_rows(kv_heads, translate)
-        found = []
-        for role, pool in (("key", key_pool), ("value", value_pool)):
-            out = self.workspace.take(role, self.index, rows.numel(), pool.shape[2], pool)
-            if self._layer != layer:
-                torch.index_select(pool.view(-1, pool.shape[2]), 0, rows, out=out)
-            found.append(out.view(self.slots.shape[0] * kv_heads, -1, pool.shape[2]))
-        self._layer = layer
-        return found[0], found[1]
+        held = self._gathered
+        if held is None or held.kv_heads != key_pool.shape[1] or held.key_rows.dtype != key_pool.dtype:
+            held = self._gathered = self._allocate(key_pool, value_pool)
+            self._layer = None
+        if self._layer != layer:
+            rows = self._pool_rows(held.kv_heads, translate)
+            torch.index_select(key_pool.view(-1, key_pool.shape[2]), 0, rows, out=held.key_rows)
+            torch.index_select(value_pool.view(-1, value_pool.shape[2]), 0, rows, out=held.value_rows)
+            self._layer = layer
+        return held
+
+    def _allocate(self, key_pool: Tensor, value_pool: Tensor) -> Gathered:
+        batch, kv_heads = self.slots.shape[0], key_pool.shape[1]
+        rows = batch * kv_heads * (self.columns + self.extra)
+        keys = self.workspace.take("key", self.index, rows, key_pool.shape[2], key_pool)
+        values = self.workspace.take("value", self.index, rows, value_pool.shape[2], value_pool)
+        shape = (batch * kv_heads, self.columns + self.extra)
+        return Gathered(kv_heads, keys, values, keys.view(*shape, -1), values.view(*shape, -1))
 
     def _pool_rows(self, kv_heads: int, translate: Translate | None) -> Tensor:
         """Rows of the pool seen as ``[slots*Hk, D]``, in the order ``[B, Hk, S + extra]``, flat."""

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from sglang_ext.core.block import BlockLayout, RowMap, mask_rows_mask
-from sglang_ext.serving.attention.dense import attend, bias_of, fold_heads, unfold_heads
-from sglang_ext.serving.attention.gather import Gather, Translate, Workspace, padded_columns
+from sglang_ext.serving.attention.dense import DenseKernel, bias_of, fold_heads, unfold_heads
+from sglang_ext.serving.attention.gather import Gather, Gathered, Translate, Workspace, padded_columns
 
 
 @dataclass
@@ -36,7 +36,7 @@ class InlineRows:
     kv_lens: list[int]
     allowed: Tensor
     gather: Gather | None = None
-    _biases: dict[tuple[int, int, torch.dtype], Tensor] = field(default_factory=dict)
+    _kernels: dict[tuple[int, torch.dtype], DenseKernel] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
@@ -48,16 +48,18 @@ class InlineRows:
         """T: pooled keys first, the rows' own keys last, padding between."""
         return padded_columns(self.allowed.shape[2])
 
-    def bias(self, kv_heads: int, group: int, dtype: torch.dtype) -> Tensor:
-        """Additive mask ``[B*Hk, g*R, T]``, built once per pass."""
-        key = (kv_heads, group, dtype)
-        if key not in self._biases:
+    def kernel(self, source: Gathered, heads: int, dtype: torch.dtype, workspace: Workspace) -> DenseKernel:
+        """The product over pooled and inline keys, built once per pass."""
+        key = (heads, dtype)
+        held = self._kernels.get(key)
+        if held is None or held.source is not source:
             batch, rows, keys = self.allowed.shape
             seen = self.allowed.new_zeros(batch, rows, self.columns)
             seen[..., : keys - rows] = self.allowed[..., : keys - rows]
             seen[..., self.columns - rows :] = self.allowed[..., keys - rows :]
-            self._biases[key] = bias_of(seen, kv_heads, group, dtype)
-        return self._biases[key]
+            bias = bias_of(seen, source.kv_heads, heads // source.kv_heads, dtype)
+            held = self._kernels[key] = DenseKernel(source, self.columns, bias, workspace)
+        return held
 
 
 def attend_inline(
@@ -72,12 +74,12 @@ def attend_inline(
     q, k, v = rows
     kv_heads = k.shape[1]
     gather.widen(plan.columns)
-    keys, values = (part.to(q.dtype) for part in gather.read(layer.layer_id, *pools))
-    for buffer, own in ((keys, k), (values, v)):
+    source = gather.read(layer.layer_id, *pools)
+    for buffer, own in ((source.keys, k), (source.values, v)):
         inline = own.view(-1, plan.rows, kv_heads, own.shape[2]).transpose(1, 2)
         buffer.view(-1, kv_heads, plan.columns, own.shape[2])[:, :, plan.columns - plan.rows :] = inline
-    bias = plan.bias(kv_heads, q.shape[1] // kv_heads, q.dtype)
-    out = attend(fold_heads(q, plan.rows, kv_heads), keys, values, bias, layer.scaling, None, workspace)
+    kernel = plan.kernel(source, q.shape[1], q.dtype, workspace)
+    out = kernel.attend(fold_heads(q, plan.rows, kv_heads), layer.scaling, None)
     return unfold_heads(out, plan.rows, kv_heads)
 
 

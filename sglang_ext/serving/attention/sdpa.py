@@ -24,7 +24,6 @@ from sglang_ext.core.masks import CLEAN, visible
 from sglang_ext.serving.attention.dense import (
     HIDDEN,
     DenseGroup,
-    attend,
     attend_tail,
     fold_heads,
     sink_rows,
@@ -281,14 +280,11 @@ class SdpaBackend(TorchNativeAttnBackend):
     ) -> Tensor:
         """Attend one dense group; returns its rows ``[rows, Hq, Dv]`` in packed order."""
         kv_heads = layer.tp_k_head_num
-        columns = group.gather.columns
-        keys, values = group.gather.read(layer.layer_id, *self.pools(layer))
-        keys, values = keys[:, :columns].to(query.dtype), values[:, :columns].to(query.dtype)
+        source = group.gather.read(layer.layer_id, *self.pools(layer))
+        kernel = group.kernel(source, causal, window, layer.tp_q_head_num, query.dtype)
         rows = query if self.plan.whole and group.valid is None else query[group.packed]
-        bias = group.bias(causal, window, kv_heads, layer.tp_q_head_num // kv_heads, query.dtype)
         sink = None if sinks is None else sink_rows(sinks, group.batch, group.rows, kv_heads)
-        folded = fold_heads(rows, group.rows, kv_heads)
-        out = attend(folded, keys, values, bias, layer.scaling, sink, self.workspace)
+        out = kernel.attend(fold_heads(rows, group.rows, kv_heads), layer.scaling, sink)
         out = unfold_heads(out, group.rows, kv_heads)
         return out if group.valid is None else out[group.valid]
 
@@ -304,8 +300,8 @@ class SdpaBackend(TorchNativeAttnBackend):
     ) -> None:
         """Attend one long request into ``out`` ``[rows, Hq, Dv]``; prefix rows are read, never recomputed."""
         kv_heads = layer.tp_k_head_num
-        keys, values = request.gather.read(layer.layer_id, *self.pools(layer))
-        keys, values = keys.to(query.dtype), values.to(query.dtype)
+        source = request.gather.read(layer.layer_id, *self.pools(layer))
+        keys, values = source.keys.to(query.dtype), source.values.to(query.dtype)
         for start in range(0, request.rows, LONG_CHUNK):
             stop = min(request.rows, start + LONG_CHUNK)
             columns, tail = request.tail(start, stop, causal, window, query.dtype)

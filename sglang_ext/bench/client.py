@@ -178,7 +178,11 @@ class Client:
         return done
 
     def logprobs_after(self, input_ids: Sequence[int], candidates: Sequence[int]) -> list[float]:
-        """Return the log-probabilities of candidate next tokens after ``input_ids``, from one plain prefill."""
+        """Return the log-probabilities of candidate next tokens after ``input_ids``, from one plain prefill.
+
+        The prefix cache is emptied first: how much of a prompt is cached changes the rounding of the rest.
+        """
+        self.flush_cache()
         body = Sampling(1).body(input_ids, stream=False)
         body.update(return_logprob=True, logprob_start_len=-1, token_ids_logprob=list(candidates))
         meta = self.post(body)["meta_info"]

@@ -1,6 +1,6 @@
 """Starts, pauses and stops the servers of a measurement.
 
-An idle scheduler polls its sockets without sleeping and keeps a core busy, so a server that is not being measured is
+An idle scheduler may poll its sockets without sleeping and keep a core busy, so a server that is not being measured is
 paused (SIGSTOP to its process group) while another one is.
 """
 

@@ -40,7 +40,8 @@ class TextCheck:
         if self.near_ties:
             parts.append(f"{self.near_ties} near ties")
         if self.different:
-            parts.append(f"{self.different} different")
+            known = [item["gap"] for item in self.gaps if item["gap"] is not None]
+            parts.append(f"{self.different} different" + (f" (gaps up to {max(known):.2f})" if known else ""))
         return ", ".join(parts)
 
 

@@ -38,7 +38,11 @@ def add_parsers(subparsers: Any) -> None:
         "--url the servers are started here. Writes results.json, report.md and plot.png.",
     )
     add_server_options(bench)
-    add_prompt_options(bench)
+    add_prompt_options(
+        bench,
+        f"{FULL['prompts']} per dataset; {SMOKE['prompts']} with --smoke",
+        f"{FULL['max_new_tokens']}; {SMOKE['max_new_tokens']} with --smoke",
+    )
     bench.add_argument("--smoke", action="store_true", help="a short run (about 10 minutes on two CPU cores)")
     bench.add_argument("--url", metavar="URL", help="a running FlexDraft server, instead of starting one")
     bench.add_argument("--baseline-url", metavar="URL", help="a running plain server of the same target; needs --url")
@@ -90,8 +94,8 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", type=Path, help=f"where results go (default: {DEFAULT_OUT}/TIME)")
 
 
-def add_prompt_options(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say what is asked."""
+def add_prompt_options(parser: argparse.ArgumentParser, prompts: str, tokens: str) -> None:
+    """Add the flags that say what is asked; ``prompts`` and ``tokens`` describe their defaults."""
     parser.add_argument(
         "--data",
         metavar="PATH",
@@ -105,14 +109,12 @@ def add_prompt_options(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_DATASETS,
         help=f"datasets of the folder, from {', '.join(FILES)} (default: {','.join(DEFAULT_DATASETS)})",
     )
-    parser.add_argument(
-        "--prompts", metavar="N", type=_positive, help="prompts per dataset (default: 40; 10 with --smoke)"
-    )
+    parser.add_argument("--prompts", metavar="N", type=_positive, help=f"prompts (default: {prompts})")
     parser.add_argument(
         "--max-new-tokens",
         metavar="N",
         type=_positive,
-        help="tokens per request at most (default: 256; 96 with --smoke)",
+        help=f"tokens per request at most (default: {tokens})",
     )
 
 
@@ -251,7 +253,7 @@ def _add_steps(inner: Any) -> None:
         "time in each mode, and print where a step's time goes.",
     )
     add_server_options(parser)
-    add_prompt_options(parser)
+    add_prompt_options(parser, str(steps.PROMPTS), str(steps.MAX_NEW_TOKENS))
     parser.set_defaults(run=_guarded(lambda args: steps.run(args, server_flags(args), out_folder(args))))
 
 
@@ -263,7 +265,7 @@ def _add_memory(inner: Any) -> None:
         "the memory of the processes that hold the model.",
     )
     add_server_options(parser)
-    add_prompt_options(parser)
+    add_prompt_options(parser, str(memory.PROMPTS), str(memory.MAX_NEW_TOKENS))
     parser.set_defaults(run=_guarded(lambda args: memory.run(args, server_flags(args), out_folder(args))))
 
 

@@ -353,4 +353,5 @@ def _checked(response: requests.Response) -> requests.Response:
 
 
 def _reply(data: dict[str, Any]) -> Reply:
-    return Reply(data["text"], list(data["output_ids"]), data["meta_info"])
+    # A server started with --skip-tokenizer-init answers with ids only.
+    return Reply(data.get("text", ""), list(data["output_ids"]), data["meta_info"])

@@ -18,6 +18,8 @@ from sglang_ext.testing.server import Reply, Request, Server, Starter
 from sglang_ext.testing.speculators import SPECULATORS, Answers, Speculator, block_size
 
 SESSION_SERVERS = ("plain", "scripted", "flexdraft")
+QUICK_SPECULATORS = ("oracle", "parallel")
+"""Ways of drafting that every run covers; with the others a law is marked slow."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -25,6 +27,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(here):
             item.add_marker(pytest.mark.server)
+            if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+                if item.callspec.params.get("speculator", "oracle") not in QUICK_SPECULATORS:
+                    item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

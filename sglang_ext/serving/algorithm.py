@@ -13,10 +13,12 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sglang_ext.core.config import OPTIONS_FLAG
 from sglang_ext.core.refusal import Refusal
+from sglang_ext.models.flexdraft.checkpoint import load_config
 from sglang_ext.serving import request_hooks
-from sglang_ext.serving.plan import SpecPlan, resolve_plan
+from sglang_ext.serving.plan import SpecPlan, locate_drafter, resolve_plan
 
 ALGORITHMS = ("FLEXDRAFT", "SCRIPTED")
+ALIAS_HOOK = "sglang.srt.arg_groups.speculative_hook._resolve_speculative_algorithm_alias"
 DEFAULT_MAX_RUNNING_REQUESTS = 48
 
 
@@ -141,13 +143,24 @@ def _flexdraft_worker(server_args: Any) -> type:
     return SpecWorker
 
 
+def check_drafter(
+    speculative_algorithm: str | None, speculative_draft_model_path: str | None, *_: Any, **__: Any
+) -> None:
+    """Look at the drafter before the host does, whose reader would fail in words that name no flag (hook)."""
+    if speculative_algorithm in ALGORITHMS and speculative_draft_model_path is not None:
+        load_config(locate_drafter(speculative_draft_model_path))
+
+
 def register() -> None:
     """Register our algorithms once per process."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
     from sglang.srt.speculative.spec_registry import get_spec
 
-    for name in ALGORITHMS:
-        if get_spec(name) is None:
-            SpeculativeAlgorithm.register(
-                name, supports_overlap=True, validate_server_args=validate_server_args, spec_class=PluginAlgorithm
-            )(_flexdraft_worker)
+    missing = [name for name in ALGORITHMS if get_spec(name) is None]
+    for name in missing:
+        SpeculativeAlgorithm.register(
+            name, supports_overlap=True, validate_server_args=validate_server_args, spec_class=PluginAlgorithm
+        )(_flexdraft_worker)
+    if missing:
+        HookRegistry.register(ALIAS_HOOK, check_drafter, HookType.BEFORE)

@@ -56,6 +56,8 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("srt.plugins.hook_registry:HookRegistry.register", ("target", "hook", "hook_type"), "CPU hooks"),
     Symbol("srt.plugins.hook_registry:HookRegistry.apply_hooks", (), "CPU hooks"),
     Symbol("srt.plugins.hook_registry:HookType.REPLACE", None, "CPU hooks"),
+    Symbol("srt.arg_groups.speculative_hook:_resolve_speculative_algorithm_alias",
+           ("speculative_algorithm", "speculative_draft_model_path"), "naming the flag of a bad drafter"),
     Symbol("srt.managers.tokenizer_manager:TokenizerManager._validate_one_request", ("obj", "input_ids"),
            "answering bad overrides with 400"),
     Symbol("srt.managers.tokenizer_manager:TokenizerManager._calculate_spec_decoding_metrics",

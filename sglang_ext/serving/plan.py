@@ -65,12 +65,19 @@ def resolve_plan(
     return SpecPlan(algorithm, str(folder), _block_size(config, block_size, folder), spec_options)
 
 
+def locate_drafter(name: str) -> Path:
+    """Return the folder of the drafter that ``--speculative-draft-model-path`` names, downloaded if it is a hub id.
+
+    Raises:
+        Refusal: there is no such folder or hub repository.
+    """
+    folder = Path(name)
+    return folder if folder.is_dir() else _hub_folder(name)
+
+
 def _drafter_folder(model_path: str, drafter_path: str | None) -> Path:
     if drafter_path is not None:
-        folder = Path(drafter_path)
-        if folder.is_dir():
-            return folder
-        return _hub_folder(drafter_path)
+        return locate_drafter(drafter_path)
     shipped = find_shipped(Path(model_path)) if Path(model_path).is_dir() else None
     if shipped is None:
         raise Refusal(

@@ -27,9 +27,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(here):
             item.add_marker(pytest.mark.server)
-            if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-                if item.callspec.params.get("speculator", "oracle") not in QUICK_SPECULATORS:
-                    item.add_marker(pytest.mark.slow)
+            params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+            if params.get("speculator", "oracle") not in QUICK_SPECULATORS:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

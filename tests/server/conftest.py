@@ -20,6 +20,12 @@ from sglang_ext.testing.speculators import SPECULATORS, Answers, Speculator, blo
 SESSION_SERVERS = ("plain", "scripted", "flexdraft")
 QUICK_SPECULATORS = ("oracle", "parallel")
 """Ways of drafting that every run covers; with the others a law is marked slow."""
+LONG_LAWS = (
+    "test_temperature_one_samples_as_plain_does",
+    "test_rejection_sampling_samples_as_plain_does",
+    "test_hundredth_request_and_concurrency",
+)
+"""Laws that take minutes each and are marked slow whatever drafts."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,6 +33,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(here):
             item.add_marker(pytest.mark.server)
+            if item.name.partition("[")[0] in LONG_LAWS:
+                item.add_marker(pytest.mark.slow)
             params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
             if params.get("speculator", "oracle") not in QUICK_SPECULATORS:
                 item.add_marker(pytest.mark.slow)

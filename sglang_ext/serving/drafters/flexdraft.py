@@ -72,8 +72,9 @@ class FlexDraftDrafter(Drafter):
         """Draft from the chosen group's final hidden states ``[B, K, H]``; slot 0 is the bonus token's own."""
         embedding = self._embed(context.bonus)
         with self._profile.section("draft head"):
-            logits = self._weights.calibrated_logits(mask_hidden[:, 1:], embedding, self._head.weight)
-        logits = logits[..., : self._vocabulary].float()
+            # The host pads the head's rows; the calibrator knows the real vocabulary only.
+            head = self._head.weight[: self._vocabulary]
+            logits = self._weights.calibrated_logits(mask_hidden[:, 1:], embedding, head).float()
         top, tokens = logits.max(-1)
         confidence = (top - logits.logsumexp(-1)).exp()
         # The drafter's numbers may overflow; a NaN must cost acceptance, never correctness.

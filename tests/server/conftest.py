@@ -26,6 +26,8 @@ LONG_LAWS = (
     "test_hundredth_request_and_concurrency",
 )
 """Laws that take minutes each and are marked slow whatever drafts."""
+MORE_SERVERS = ("test_unusual_flags", "test_seeds", "test_small_families")
+"""Modules that start further servers beside the session's, several GB each; marked slow."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -33,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(here):
             item.add_marker(pytest.mark.server)
-            if item.name.partition("[")[0] in LONG_LAWS:
+            if item.name.partition("[")[0] in LONG_LAWS or item.path.stem in MORE_SERVERS:
                 item.add_marker(pytest.mark.slow)
             params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
             if params.get("speculator", "oracle") not in QUICK_SPECULATORS:

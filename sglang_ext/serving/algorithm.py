@@ -14,7 +14,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 from sglang_ext.core.config import OPTIONS_FLAG
 from sglang_ext.core.refusal import Refusal
 from sglang_ext.models.flexdraft.checkpoint import load_config
-from sglang_ext.serving import request_hooks
+from sglang_ext.serving import request_hooks, streamed_text
 from sglang_ext.serving.plan import SpecPlan, locate_drafter, resolve_plan
 
 ALGORITHMS = ("FLEXDRAFT", "SCRIPTED")
@@ -164,3 +164,4 @@ def register() -> None:
         )(_flexdraft_worker)
     if missing:
         HookRegistry.register(ALIAS_HOOK, check_drafter, HookType.BEFORE)
+        HookRegistry.register(streamed_text.HOOK, streamed_text.printable_text, HookType.REPLACE)

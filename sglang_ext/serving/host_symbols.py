@@ -62,6 +62,7 @@ SYMBOLS: tuple[Symbol, ...] = (
            "answering bad overrides with 400"),
     Symbol("srt.managers.tokenizer_manager:TokenizerManager._calculate_spec_decoding_metrics",
            ("meta_info", "recv_obj", "i"), "counting verified drafts"),
+    Symbol("utils:find_printable_text", ("text",), "streaming several tokens per step"),
     Symbol("srt.speculative.base_spec_worker:BaseSpecWorker.alloc_memory_pool",
            ("memory_pool_config", "req_to_token_pool", "token_to_kv_pool_allocator"), "the worker"),
     Symbol("srt.speculative.spec_registry:CustomSpecAlgo.handle_server_args", ("server_args",), "start-up defaults"),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sglang_ext.serving.platform import seeded_sampling
 from sglang_ext.serving.platform.activation import BACKEND_NAME
 
 REQ_TO_TOKEN_HOOK = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
@@ -80,6 +81,8 @@ def install_worker_shims() -> None:
     allow_draft_backend()
     _tolerate_record_stream()
     HookRegistry.register(REQ_TO_TOKEN_HOOK, write_request_slots, HookType.REPLACE)
+    HookRegistry.register(seeded_sampling.SAMPLE_HOOK, seeded_sampling.multinomial_with_seed, HookType.REPLACE)
+    HookRegistry.register(seeded_sampling.BATCH_INVARIANT_HOOK, seeded_sampling.keep_torch_kernels, HookType.REPLACE)
     if plugins._plugins_loaded:
         HookRegistry.apply_hooks()
 

@@ -24,6 +24,7 @@ from sglang_ext.core.refusal import Refusal
 
 READY_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 20.0
+SIGNAL_TIMEOUT_S = 20.0
 
 
 class ServerProcess:
@@ -68,12 +69,14 @@ class ServerProcess:
         """Stop every process of the server where it is; it uses no CPU until :meth:`resume`."""
         self._signal(signal.SIGSTOP)
         self._paused = True
+        self._wait_stopped(True)
 
     def resume(self) -> None:
         """Let a paused server go on; nothing happens if it runs."""
         if self._paused:
             self._signal(signal.SIGCONT)
             self._paused = False
+            self._wait_stopped(False)
 
     def stop(self) -> None:
         """End the server and everything it started."""
@@ -108,6 +111,17 @@ class ServerProcess:
     def _signal(self, number: int) -> None:
         assert self._process is not None
         os.killpg(self._process.pid, number)
+
+    def _wait_stopped(self, stopped: bool) -> None:
+        """Wait for the signal to arrive everywhere: it is delivered when each process is next scheduled."""
+        assert self._process is not None
+        members = [psutil.Process(self._process.pid), *_descendants(self._process.pid)]
+        deadline = time.monotonic() + SIGNAL_TIMEOUT_S
+        while any(_is_stopped(member) != stopped for member in members if _is_alive(member)):
+            if time.monotonic() > deadline:
+                verb = "pause" if stopped else "resume"
+                raise RuntimeError(f"the {self.name} server did not {verb} within {SIGNAL_TIMEOUT_S:.0f} s")
+            time.sleep(0.005)
 
     def _wait_ready(self, started: float) -> None:
         assert self._process is not None
@@ -155,6 +169,20 @@ def _descendants(pid: int) -> list[psutil.Process]:
         return psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _is_stopped(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _tail(path: Path, lines: int = 15, width: int = 300) -> str:

@@ -38,6 +38,7 @@ _TRAIN_HELP = {
     "checkpoint_seconds": "time between checkpoints",
     "export_seconds": "time between exports of the current weights to OUT/export-latest",
     "held_out_percent": "share of the rows kept for measuring",
+    "start_from": "folder of an exported drafter of the same sizes, to train its weights further",
 }
 
 
@@ -111,6 +112,14 @@ def _add_export(subparsers: Any) -> None:
     parser.add_argument("--out", required=True, help="drafter folder to write")
     parser.add_argument("--target", help="folder of the target model (default: the one the run names)")
     parser.add_argument("--target-name", help="name of the target for the card")
+    parser.add_argument(
+        "--draft-vocabulary",
+        type=int,
+        default=0,
+        metavar="N",
+        help="let the drafter propose only the N most frequent tokens of its training responses, which makes drafting "
+        "faster; 0: every token",
+    )
     parser.add_argument(
         "--acceptance", nargs="*", default=[], metavar="FILE", help="regenerated held-out files to measure for the card"
     )
@@ -210,9 +219,17 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     from sglang_ext.models.flexdraft.card import CardFields
     from sglang_ext.models.target import Target
-    from sglang_ext.training.data import load_records
+    from sglang_ext.training.data import is_held_out, load_records
     from sglang_ext.training.evaluate import evaluate, table
-    from sglang_ext.training.export import acceptance_rows, load_training_state, provenance, restore, write_drafter
+    from sglang_ext.training.export import (
+        acceptance_rows,
+        load_training_state,
+        provenance,
+        restore,
+        with_draft_tokens,
+        write_drafter,
+    )
+    from sglang_ext.training.train import frequent_tokens
 
     _use_threads(arguments.threads)
     config, state = load_training_state(arguments.run_folder)
@@ -221,11 +238,16 @@ def _export(arguments: argparse.Namespace) -> int:
     model = restore(Target.load(config.target), config, state)
     if arguments.target_name:
         model.config = replace(model.config, target_name=arguments.target_name)
+    records = load_records(config.data)
+    if arguments.draft_vocabulary:
+        used = [record for record in records if not is_held_out(record, config.held_out_percent)]
+        ids = frequent_tokens(used, arguments.draft_vocabulary, model.config.vocab_size)
+        model = with_draft_tokens(model, ids)
     rows = []
     if arguments.acceptance:
         found = evaluate(model, _limited(load_records(arguments.acceptance), arguments.limit))
         print(table(found), file=sys.stderr)
         rows = [row for row in acceptance_rows(found) if row.dataset != "all"]
-    info = provenance(config, state["step"], state["progress"], load_records(config.data))
+    info = provenance(config, state["step"], state["progress"], records)
     print(write_drafter(arguments.out, model, CardFields(info, rows)))
     return 0

@@ -22,6 +22,7 @@ class TrainConfig:
     ``blocks_per_step`` is split into sequences of ``anchors_per_sequence`` blocks. ``frequent`` and ``drawn`` choose
     the candidate tokens of the loss: the most frequent response tokens, and random others that stand for the rest of
     the vocabulary; ``frequent`` 0 normalises over the whole vocabulary. ``workers`` processes share each step's blocks.
+    ``start_from`` is the folder of an exported drafter of the same sizes whose weights are trained further.
     """
 
     target: str
@@ -49,6 +50,7 @@ class TrainConfig:
     checkpoint_seconds: float = 120.0
     export_seconds: float = 1200.0
     held_out_percent: int = 2
+    start_from: str = ""
 
     def __post_init__(self) -> None:
         for name, allowed in (("optimizer", OPTIMIZERS), ("calibrator", CALIBRATORS)):

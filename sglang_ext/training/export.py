@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def load_drafter(path: str | Path, target: Target) -> FlexDraftModel:
     """A model with the weights of an exported drafter folder."""
     saved = checkpoint.load(path)
     model = FlexDraftModel(target, saved.config)
-    model.load_state_dict({name: tensor.float() for name, tensor in saved.tensors.items()})
+    model.load_state_dict(saved.tensors)
     return model
 
 
@@ -51,6 +52,13 @@ def restore(target: Target, config: TrainConfig, state: Mapping[str, Any]) -> Fl
     model = build_model(target, config)
     model.load_state_dict(state["model"])
     return model
+
+
+def with_draft_tokens(model: FlexDraftModel, ids: torch.Tensor) -> FlexDraftModel:
+    """The same drafter, proposing only the tokens ``ids [R]`` (sorted)."""
+    short = FlexDraftModel(model.target, replace(model.config, draft_vocab_size=len(ids)))
+    short.load_state_dict({**model.state_dict(), checkpoint.DRAFT_TOKENS: ids.to(torch.int32)})
+    return short
 
 
 def acceptance_rows(found: Mapping[str, Acceptance]) -> list[AcceptanceRow]:
@@ -90,7 +98,10 @@ def write_drafter(path: str | Path, model: FlexDraftModel, fields: CardFields) -
     """Write a drafter folder in bf16; an existing folder is replaced only when the new one is complete."""
     final = Path(path)
     fresh = final.with_name(f"{final.name}.new.{os.getpid()}")
-    tensors = {name: tensor.detach().to(torch.bfloat16) for name, tensor in model.state_dict().items()}
+    tensors = {
+        name: tensor.detach().to(torch.bfloat16) if tensor.is_floating_point() else tensor
+        for name, tensor in model.state_dict().items()
+    }
     checkpoint.save(fresh, model.config, tensors, model.target.hf_config, fields)
     old = final.with_name(f"{final.name}.old.{os.getpid()}")
     if final.exists():

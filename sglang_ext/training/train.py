@@ -13,7 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sglang_ext.core.refusal import Refusal
+from sglang_ext.models.flexdraft import checkpoint as drafter_files
 from sglang_ext.models.flexdraft.config import FlexDraftConfig
 from sglang_ext.models.flexdraft.loss import (
     candidate_cross_entropy,
@@ -39,6 +40,7 @@ from sglang_ext.training.optimizer import Optimizer, learning_scale
 CHECKPOINT = "checkpoint.pt"
 LOG = "log.jsonl"
 STATUS = "STATUS.txt"
+DEFAULTS = {item.name: item.default for item in fields(TrainConfig)}
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,25 @@ def start_mask_embedding(model: FlexDraftModel, records: Sequence[Record], count
         part = kept[0][record.prompt_length :].float().cpu()
         total, rows = total + part.sum(0), rows + len(part)
     model.mask_embedding.copy_(total / rows)
+
+
+def start_from(model: FlexDraftModel, folder: str) -> None:
+    """Begin with the weights of an exported drafter.
+
+    Raises:
+        Refusal: if the folder is no drafter, or one of other sizes.
+    """
+    saved = drafter_files.load(folder)
+    wanted = drafter_files.expected_shapes(model.config)
+    for name, shape in sorted(wanted.items()):
+        found = tuple(saved.tensors[name].shape) if name in saved.tensors else None
+        if found != shape:
+            raise Refusal(
+                f"--start-from {folder} has {name} of shape {found}",
+                f"the drafter to train has {shape}",
+                "give the sizes it was trained with (--num-layers, --calibrator, --calibrator-rank)",
+            )
+    model.load_state_dict({name: saved.tensors[name].float() for name in wanted})
 
 
 def frequent_tokens(records: Sequence[Record], count: int, vocab_size: int) -> Tensor:
@@ -195,10 +216,9 @@ class Trainer:
             )
         changeable = {"steps", "stop_at", "checkpoint_seconds", "export_seconds", "threads", "out"}
         for name, value in asdict(self.config).items():
-            if name not in changeable and state["config"][name] != value:
-                raise Refusal(
-                    f"--{name.replace('_', '-')} {value}", f"{where} has {state['config'][name]}", "use a new --out"
-                )
+            before = state["config"].get(name, DEFAULTS[name])  # an option newer than the checkpoint
+            if name not in changeable and before != value:
+                raise Refusal(f"--{name.replace('_', '-')} {value}", f"{where} has {before}", "use a new --out")
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step_number, self.progress = state["step"], state["progress"]
@@ -321,6 +341,8 @@ def _worker(rank: int, config: TrainConfig, export: Callable[[Trainer], None] | 
     checkpoint = out / CHECKPOINT
     if checkpoint.exists():
         trainer.load_state_dict(torch.load(checkpoint, weights_only=True), checkpoint)
+    elif config.start_from:
+        start_from(trainer.model, config.start_from)
     else:
         start_mask_embedding(trainer.model, trainer.records)
     Run(trainer, out, export).execute()

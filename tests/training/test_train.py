@@ -17,13 +17,21 @@ import torch
 
 from sglang_ext.core.refusal import Refusal
 from sglang_ext.models.flexdraft import checkpoint
+from sglang_ext.models.flexdraft.card import CardFields
 from sglang_ext.models.target import Target
 from sglang_ext.training.config import TrainConfig
-from sglang_ext.training.data import load_records
+from sglang_ext.training.data import Chunk, StateStore, collate, load_records
 from sglang_ext.training.evaluate import Acceptance, evaluate
-from sglang_ext.training.export import PeriodicExport, load_drafter, load_training_state, restore
+from sglang_ext.training.export import (
+    PeriodicExport,
+    load_drafter,
+    load_training_state,
+    restore,
+    with_draft_tokens,
+    write_drafter,
+)
 from sglang_ext.training.optimizer import learning_scale, orthogonalise
-from sglang_ext.training.train import CHECKPOINT, LOG, dry_run, next_progress, train
+from sglang_ext.training.train import CHECKPOINT, LOG, dry_run, frequent_tokens, next_progress, train
 from tests.training.tiny_targets import EOS, random_rows, write_rows, write_target
 
 SMALL: dict[str, Any] = {
@@ -180,6 +188,33 @@ def test_export_has_the_trained_weights_and_a_measured_card(prepared: tuple[Path
         assert torch.equal(exported[name], tensor.bfloat16().float()), name
     fields = checkpoint.load(tmp_path / "run" / "export-latest").card_fields
     assert fields.training["steps"] == 3 and [row.dataset for row in fields.acceptance] == ["test"]
+
+
+def test_a_drafter_trained_further_starts_with_its_weights(prepared: tuple[Path, Path], tmp_path: Path) -> None:
+    train(make_config(prepared, tmp_path / "run"), PeriodicExport(tmp_path / "run"))
+    folder = tmp_path / "run" / "export-latest"
+    config = make_config(prepared, tmp_path / "more", start_from=str(folder), steps=1, lr=0.0, lr_other=0.0)
+    train(config)
+    saved = checkpoint.load(folder).tensors
+    assert {name: tensor.bfloat16().tolist() for name, tensor in weights(tmp_path / "more").items()} == {
+        name: tensor.tolist() for name, tensor in saved.items()
+    }
+    with pytest.raises(Refusal, match=r"--start-from .* has anchor_bias_mlp.0.bias of shape \(8,\)"):
+        train(replace(config, calibrator_rank=4, out=str(tmp_path / "other")))
+
+
+def test_a_short_list_of_draft_tokens_is_all_that_is_proposed(prepared: tuple[Path, Path], tmp_path: Path) -> None:
+    train(make_config(prepared, tmp_path / "run"))
+    target, records = Target.load(str(prepared[0])), load_records([prepared[1]])
+    full = restore(target, *load_training_state(tmp_path / "run"))
+    ids = frequent_tokens(records, 20, target.shape.vocab_size)
+    short = load_drafter(write_drafter(tmp_path / "short", with_draft_tokens(full, ids), CardFields()), target)
+    batch = collate(StateStore(target, 2), records[:1], [Chunk(0, (records[0].anchors[0],))], 4)
+    whole, listed = full.logits(batch.context), short.logits(batch.context)
+    others = [token for token in range(target.shape.vocab_size) if token not in ids.tolist()]
+    assert torch.isneginf(listed[..., others]).all()
+    torch.testing.assert_close(listed[..., ids], whole[..., ids], atol=0.1, rtol=0.05)  # exported in bfloat16
+    assert evaluate(short, records[:2])["all"].steps >= evaluate(full, records[:2])["all"].steps > 0
 
 
 def test_dry_run_prints_the_bytes(prepared: tuple[Path, Path], tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +258,23 @@ def test_saving_refuses_what_loading_would(tmp_path: Path) -> None:
         mixed = {**tensors, "mask_embedding": tensors["mask_embedding"].double()}
         checkpoint.save(tmp_path, config, mixed, target_config())
     assert not list(tmp_path.iterdir())
+
+
+def test_a_short_list_of_draft_tokens_is_kept_and_checked(tmp_path: Path) -> None:
+    config = replace(drafter_config(), draft_vocab_size=5)
+    tensors = random_tensors(config, torch.bfloat16)
+    folder = checkpoint.save(tmp_path / "short", config, tensors, target_config())
+    loaded = checkpoint.load(folder)
+    assert loaded.config == config
+    assert loaded.tensors[checkpoint.DRAFT_TOKENS].tolist() == tensors[checkpoint.DRAFT_TOKENS].tolist()
+    assert "| tokens it can propose | 5 |" in (folder / "README.md").read_text()
+    limit = config.vocab_size
+    for ids in ([1, 1, 2, 3, 4], [-1, 1, 2, 3, 4], [0, 1, 2, 3, limit]):
+        bad = {**tensors, checkpoint.DRAFT_TOKENS: torch.tensor(ids, dtype=torch.int32)}
+        with pytest.raises(Refusal, match=f"increasing int32 ids from 0 to {limit - 1}"):
+            checkpoint.save(tmp_path / "bad", config, bad, target_config())
+    with pytest.raises(Refusal, match="draft_vocab_size = 0"):
+        replace(config, draft_vocab_size=0)
 
 
 def test_a_disk_that_fills_up_leaves_the_old_file_and_one_line(drafter: Path) -> None:

@@ -102,7 +102,11 @@ def random_tensors(config: FlexDraftConfig, dtype: torch.dtype = torch.float32, 
     """Return random weights of the shapes a drafter must have."""
     generator = torch.Generator().manual_seed(seed)
     shapes = checkpoint.expected_shapes(config)
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    tensors = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    if config.draft_vocab_size is not None:
+        chosen = torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size]
+        tensors[checkpoint.DRAFT_TOKENS] = chosen.sort().values.to(torch.int32)
+    return tensors
 
 
 def write_drafter(folder: Path, name: str = "llama, gqa, tied, head_dim derived", **changes: Any) -> FlexDraftConfig:

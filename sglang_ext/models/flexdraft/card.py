@@ -113,6 +113,7 @@ def _sizes(config: FlexDraftConfig) -> list[str]:
         ("block size", str(config.block_size)),
         ("layers with mask rows", f"{ids[0]} to {ids[-1]}"),
         ("calibrator", calibrator),
+        ("tokens it can propose", "all" if config.draft_vocab_size is None else f"{config.draft_vocab_size:,}"),
     ]
     return ["| | |", "|---|---|", *(f"| {label} | {value} |" for label, value in rows)]
 

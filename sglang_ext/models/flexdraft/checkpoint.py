@@ -27,6 +27,7 @@ from sglang_ext.models.vocabulary import vocabulary_digest
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+DRAFT_TOKENS = "draft_token_ids"
 CARD_FILE = "README.md"
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -82,6 +83,8 @@ def expected_shapes(config: FlexDraftConfig) -> dict[str, tuple[int, ...]]:
         shapes["anchor_bias_mlp.0.bias"] = (rank,)
         shapes["anchor_bias_mlp.2.weight"] = (out, rank)
         shapes["anchor_bias_mlp.2.bias"] = (out,)
+    if config.draft_vocab_size is not None:
+        shapes[DRAFT_TOKENS] = (config.draft_vocab_size,)
     return shapes
 
 
@@ -114,6 +117,7 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> Checkpoint:
         wanted = [name for name, where in files.items() if where == file and name in shapes]
         tensors.update(_read_tensors(file, wanted, shapes, str(device)))
     _refuse_dtypes(folder, tensors, _declared_dtype(raw, folder))
+    _refuse_draft_tokens(folder, tensors, config)
     training, acceptance = origin_fields(raw, str(folder / CONFIG_FILE))
     fields = CardFields.from_json(training, acceptance, str(folder / CONFIG_FILE))
     return Checkpoint(config, dict(sorted(tensors.items())), raw, fields)
@@ -131,7 +135,8 @@ def save(
     Args:
         path: the folder, made if needed; each file appears whole or not at all.
         config: the drafter.
-        tensors: exactly the names and shapes of :func:`expected_shapes`, all of one floating type.
+        tensors: exactly the names and shapes of :func:`expected_shapes`, all of one floating type but for the int32
+            list of draft tokens.
         target_hf_config: the target's parsed config.json (or a drafter's, on re-export).
         card_fields: provenance and measured acceptance; None says that neither is known.
 
@@ -146,6 +151,7 @@ def save(
     for name, tensor in tensors.items():
         _refuse_shape(folder / WEIGHTS_FILE, name, tuple(tensor.shape), shapes[name])
     dtype = _refuse_dtypes(folder, tensors, declared=None)
+    _refuse_draft_tokens(folder, tensors, config)
     raw = config.to_hf_dict(target_hf_config)
     raw["dtype"] = dtype
     if fields.training:
@@ -323,10 +329,24 @@ def _refuse_dtypes(folder: Path, tensors: Mapping[str, Tensor], declared: str | 
     """Return the one type of all tensors; it must be the declared one where config.json names it."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     expected = declared
-    for name in sorted(tensors):
+    for name in sorted(set(tensors) - {DRAFT_TOKENS}):
         found = names.get(tensors[name].dtype, str(tensors[name].dtype).removeprefix("torch."))
         if found not in DTYPES or found != (expected or found):
             allowed = f"config.json says {declared}" if declared else f"all tensors share one of {', '.join(DTYPES)}"
             raise Refusal(f"{folder} has {name!r} of type {found}", allowed, "convert the drafter to one type")
         expected = found
     return str(expected)
+
+
+def _refuse_draft_tokens(folder: Path, tensors: Mapping[str, Tensor], config: FlexDraftConfig) -> None:
+    """The list of draft tokens holds increasing int32 ids of the vocabulary."""
+    if config.draft_vocab_size is None:
+        return
+    ids = tensors[DRAFT_TOKENS]
+    increasing = ids.dtype == torch.int32 and bool((ids[1:] > ids[:-1]).all())
+    if not increasing or int(ids[0]) < 0 or int(ids[-1]) >= config.vocab_size:
+        raise Refusal(
+            f"{folder} has a {DRAFT_TOKENS!r} that is not a list of tokens",
+            f"increasing int32 ids from 0 to {config.vocab_size - 1} are allowed",
+            "export the drafter again",
+        )

@@ -14,7 +14,13 @@ CONFIG_KEY = "flexdraft_config"
 RELEASED_CONFIG_KEY = "dflash_config"
 CALIBRATOR_FORMS = ("vocabulary", "hidden")
 
-_METHOD_KEYS = ("target_layer_ids", "enable_anchor_bias_logits", "anchor_bias_rank", "anchor_bias_form")
+_METHOD_KEYS = (
+    "target_layer_ids",
+    "enable_anchor_bias_logits",
+    "anchor_bias_rank",
+    "anchor_bias_form",
+    "draft_vocab_size",
+)
 _ORIGIN_KEYS = ("target_name", "vocabulary_digest", "training", "acceptance")
 #: Written by the published drafters' training code and unused by the method: every slot has one learned embedding.
 _RELEASED_KEYS = ("mask_token_id",)
@@ -29,6 +35,8 @@ class FlexDraftConfig:
     ``block_size`` is K, the bonus token's slot included; ``num_layers`` is D, the deep layers that carry mask rows;
     ``num_target_layers`` is L; ``calibrator`` says where the calibrator's output is added: ``"vocabulary"`` (to the LM
     head's logits), ``"hidden"`` (to the final-normed hidden state before the LM head) or ``"none"``.
+    ``draft_vocab_size`` is how many tokens the drafter can propose (their ids are a tensor of the checkpoint); None
+    means the whole vocabulary. A short list makes the draft's LM head cheap and changes acceptance, never the text.
 
     Raises:
         Refusal: on construction, if the numbers contradict each other.
@@ -49,6 +57,7 @@ class FlexDraftConfig:
     target_architecture: str
     target_name: str | None = None
     vocabulary_digest: str | None = None
+    draft_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         _check(self)
@@ -134,6 +143,7 @@ class FlexDraftConfig:
             calibrator_rank=rank,
             target_name=_optional_text(method, "target_name", inside),
             vocabulary_digest=_optional_text(method, "vocabulary_digest", inside),
+            draft_vocab_size=integer(method, "draft_vocab_size", inside) if "draft_vocab_size" in method else None,
         )
 
     def to_hf_dict(self, target_hf_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,6 +167,8 @@ class FlexDraftConfig:
             method["target_name"] = self.target_name
         if self.vocabulary_digest is not None:
             method["vocabulary_digest"] = self.vocabulary_digest
+        if self.draft_vocab_size is not None:
+            method["draft_vocab_size"] = self.draft_vocab_size
         result.update(
             architectures=[self.target_architecture],
             block_size=self.block_size,
@@ -192,6 +204,7 @@ def _from_shape(
     calibrator_rank: int,
     target_name: str | None,
     vocabulary_digest: str | None,
+    draft_vocab_size: int | None = None,
 ) -> FlexDraftConfig:
     return FlexDraftConfig(
         block_size=block_size,
@@ -209,6 +222,7 @@ def _from_shape(
         target_architecture=shape.architecture,
         target_name=target_name,
         vocabulary_digest=vocabulary_digest,
+        draft_vocab_size=draft_vocab_size,
     )
 
 
@@ -241,6 +255,12 @@ def _check(config: FlexDraftConfig) -> None:
             f"{where} has calibrator {config.calibrator!r} with rank {config.calibrator_rank}",
             "a calibrator has a rank of at least 1, no calibrator has rank 0",
             "correct anchor_bias_rank or the calibrator",
+        )
+    if config.draft_vocab_size is not None and not 1 <= config.draft_vocab_size <= config.vocab_size:
+        raise Refusal(
+            f"{where} has draft_vocab_size = {config.draft_vocab_size}",
+            f"1 to {config.vocab_size}, the size of the vocabulary, is allowed",
+            "correct it, or leave it out to draft from the whole vocabulary",
         )
 
 

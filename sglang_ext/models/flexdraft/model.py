@@ -81,6 +81,11 @@ class FlexDraftModel(nn.Module):
                 nn.Linear(config.calibrator_rank, width),
             )
         self.to(device=target.device, dtype=torch.float32)
+        if config.draft_vocab_size is not None:
+            # Filled by ``load_state_dict``; until then the first ids stand in.
+            self.register_buffer(
+                "draft_token_ids", torch.arange(config.draft_vocab_size, dtype=torch.int32, device=target.device)
+            )
         self._start_from_target()
 
     @torch.no_grad()
@@ -172,12 +177,16 @@ class FlexDraftModel(nn.Module):
         return normed + F.linear(low, last.weight.to(dtype), last.bias.to(dtype)), None
 
     def logits(self, context: BlockContext) -> Tensor:
-        """Calibrated logits ``[N, A, K-1, V]`` of slots 1..K-1."""
+        """Calibrated logits ``[N, A, K-1, V]`` of slots 1..K-1; -inf for tokens the drafter does not propose."""
         hidden, low = self.head_inputs(self(context), context.bonus_ids)
         logits = F.linear(hidden, self.target.head)
         if low is not None:
             last, dtype = self.anchor_bias_mlp[2], self.target.dtype
             logits = logits + F.linear(low, last.weight.to(dtype), last.bias.to(dtype))
+        if self.config.draft_vocab_size is not None:
+            proposed = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+            proposed[self.draft_token_ids.long()] = True
+            logits = logits.masked_fill(~proposed, float("-inf"))
         return logits
 
 

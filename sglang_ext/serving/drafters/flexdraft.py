@@ -45,8 +45,8 @@ class FlexDraftDrafter(Drafter):
         self._attention = attention
         self._walk = TargetWalk(model_runner, weights, attention)
         self._embed = model_runner.model.model.embed_tokens
-        self._head = model_runner.model.lm_head
-        self._vocabulary = model_runner.model_config.vocab_size
+        # The host pads the head's rows; the calibrator knows the real vocabulary only.
+        weights.share_head(model_runner.model.lm_head.weight[: model_runner.model_config.vocab_size])
         self._block = block_size
         self._top_m = top_m
         # Rows past the last trained position only ever follow a finished request; keep their rotary look-up in range.
@@ -72,10 +72,9 @@ class FlexDraftDrafter(Drafter):
         """Draft from the chosen group's final hidden states ``[B, K, H]``; slot 0 is the bonus token's own."""
         embedding = self._embed(context.bonus)
         with self._profile.section("draft head"):
-            # The host pads the head's rows; the calibrator knows the real vocabulary only.
-            head = self._head.weight[: self._vocabulary]
-            logits = self._weights.calibrated_logits(mask_hidden[:, 1:], embedding, head).float()
-        top, tokens = logits.max(-1)
+            logits = self._weights.calibrated_logits(mask_hidden[:, 1:], embedding).float()
+        top, best = logits.max(-1)
+        tokens = self._token_ids(best)
         confidence = (top - logits.logsumexp(-1)).exp()
         # The drafter's numbers may overflow; a NaN must cost acceptance, never correctness.
         tokens = torch.where(confidence.isnan(), -1, tokens)
@@ -85,13 +84,19 @@ class FlexDraftDrafter(Drafter):
 
     def _sampled(self, logits: Tensor, confidence: Tensor, greedy: Tensor, context: Context) -> DraftBlock:
         """Draw drafts from the truncated, request-shaped draft distribution and keep it for the acceptance test."""
-        batch, slots, vocabulary = logits.shape
+        batch, slots, proposable = logits.shape
         assert context.sampling is not None and self._top_m is not None
         rows = context.sampling.rows(torch.arange(batch, device=logits.device).repeat_interleave(slots))
-        probs = target_probs(logits.reshape(-1, vocabulary).nan_to_num(0.0), rows)
-        q_probs, q_ids = probs.topk(min(self._top_m, vocabulary), dim=-1)
+        probs = target_probs(logits.reshape(-1, proposable).nan_to_num(0.0), rows)
+        q_probs, places = probs.topk(min(self._top_m, proposable), dim=-1)
+        q_ids = self._token_ids(places)
         q_probs = q_probs / q_probs.sum(-1, keepdim=True)
         drawn = q_ids.gather(-1, sample(q_probs)[:, None]).view(batch, slots)
         tokens = torch.where(greedy < 0, greedy, drawn)
         shape = (batch, slots, q_ids.shape[-1])
         return DraftBlock(tokens, confidence, q_ids.view(shape), q_probs.view(shape))
+
+    def _token_ids(self, places: Tensor) -> Tensor:
+        """Turn places among the tokens that can be proposed into ids of the vocabulary."""
+        listed = self._weights.draft_tokens
+        return places if listed is None else listed[places]

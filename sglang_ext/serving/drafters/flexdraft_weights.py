@@ -1,6 +1,7 @@
 """FlexDraft's weights as the server holds them: second attention projections, mask embedding, calibrator.
 
-Shape legend: N mask rows, B requests, K block size, H hidden, V vocabulary.
+Shape legend: N mask rows, B requests, K block size, H hidden, V vocabulary,
+R tokens that can be proposed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sglang_ext.models.flexdraft.checkpoint import Checkpoint
+from sglang_ext.models.flexdraft.checkpoint import DRAFT_TOKENS, Checkpoint
 
 
 class _Layer:
@@ -36,8 +37,18 @@ class FlexDraftWeights:
     """
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str, norm_eps: float) -> None:
-        tensors = {name: tensor.to(device=device, dtype=dtype) for name, tensor in checkpoint.tensors.items()}
         config = checkpoint.config
+        listed = None
+        if config.draft_vocab_size is not None:
+            listed = checkpoint.tensors[DRAFT_TOKENS].to(device=device, dtype=torch.int64)
+        tensors = {
+            name: tensor.to(device=device, dtype=dtype)
+            for name, tensor in checkpoint.tensors.items()
+            if name != DRAFT_TOKENS
+        }
+        #: ``[R]`` int64 ids of the tokens that can be proposed; None means all.
+        self.draft_tokens = listed
+        self._head: Tensor | None = None
         self.split = config.split
         self.mask_embedding = tensors["mask_embedding"].view(1, -1)
         self._layers = [_Layer(tensors, index, config.qk_norm) for index in range(config.num_layers)]
@@ -50,6 +61,8 @@ class FlexDraftWeights:
             self._bias_in = tensors["anchor_bias_mlp.0.bias"]
             self._weight_out = tensors["anchor_bias_mlp.2.weight"]
             self._bias_out = tensors["anchor_bias_mlp.2.bias"]
+            if listed is not None and config.calibrator == "vocabulary":
+                self._weight_out, self._bias_out = self._weight_out[listed], self._bias_out[listed]
 
     @property
     def bytes(self) -> int:
@@ -60,6 +73,8 @@ class FlexDraftWeights:
             held += [norm for norm in (layer.q_norm, layer.k_norm) if norm is not None]
         if self._calibrator_form != "none":
             held += [self._bonus_in, self._hidden_in, self._bias_in, self._weight_out, self._bias_out]
+        if self.draft_tokens is not None and self._head is not None:
+            held += [self.draft_tokens, self._head]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     def project(self, attention: Any, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,14 +96,19 @@ class FlexDraftWeights:
         """Apply the second output projection of one layer to attention outputs ``[N, heads * D]``."""
         return F.linear(rows, self._layers[layer_id - self.split].out)
 
-    def calibrated_logits(self, hidden: Tensor, bonus_embedding: Tensor, head: Tensor) -> Tensor:
-        """Return draft logits ``[B, K-1, V]`` (FlexDraft section 1).
+    def share_head(self, head: Tensor) -> None:
+        """Take the target's LM head ``[V, H]``: as it is, or a copy of the rows of the tokens that can be proposed."""
+        self._head = head if self.draft_tokens is None else head[self.draft_tokens].contiguous()
+
+    def calibrated_logits(self, hidden: Tensor, bonus_embedding: Tensor) -> Tensor:
+        """Return draft logits ``[B, K-1, R]`` over the tokens that can be proposed (FlexDraft section 1).
 
         Args:
             hidden: ``[B, K-1, H]`` final-normed hidden states of slots 1..K-1.
             bonus_embedding: ``[B, H]`` the target's embedding of each bonus token.
-            head: ``[V, H]`` the target's LM head.
         """
+        assert self._head is not None
+        head = self._head
         batch, slots, width = hidden.shape
         if self._calibrator_form == "none":
             return F.linear(hidden.reshape(-1, width), head).view(batch, slots, -1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,11 @@ class SpecOptions:
     """Server-wide options of the ``flexdraft`` algorithm.
 
     Attributes:
-        mode: ``auto`` picks by batch size; ``parallel``, ``sequential`` and ``plain`` force one mode.
-        parallel_max_batch: largest decode batch for which ``auto`` drafts in parallel (FlexDraft section 4).
-        plain_min_batch: batch size from which ``auto`` stops drafting; ``null`` means never.
+        mode: ``auto`` picks the fastest; ``parallel``, ``sequential`` and ``plain`` force one mode.
+        adaptive: ``auto`` goes by measured step times and accept lengths, and decodes plainly where that is faster;
+            false leaves it to the two batch sizes below alone (FlexDraft section 4).
+        parallel_max_batch: largest decode batch for which ``auto`` may draft in parallel.
+        plain_min_batch: batch size from which ``auto`` never drafts; ``null`` sets no limit.
         pruning: selective verification strategy (FlexDraft section 4).
         prune_threshold: its threshold, a probability in (0, 1).
         acceptance: rule for sampled requests (FlexDraft section 5); greedy requests always match exactly.
@@ -41,6 +43,7 @@ class SpecOptions:
     """
 
     mode: str = "auto"
+    adaptive: bool = True
     parallel_max_batch: int = 2
     plain_min_batch: int | None = None
     pruning: str = "cumulative_product"
@@ -57,20 +60,18 @@ class SpecOptions:
         _integer("draft_top_m", self.draft_top_m, minimum=1)
         if self.plain_min_batch is not None:
             _integer("plain_min_batch", self.plain_min_batch, minimum=1)
-        threshold = self.prune_threshold
-        if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0.0 < threshold < 1.0:
+        if not _is_threshold(self.prune_threshold):
             raise Refusal(
-                f"{OPTIONS_FLAG}: prune_threshold is {threshold!r}",
+                f"{OPTIONS_FLAG}: prune_threshold is {self.prune_threshold!r}",
                 "a number strictly between 0 and 1 is allowed",
                 "the paper's default is 0.01",
             )
-        if not isinstance(self.profile, bool):
-            raise Refusal(
-                f"{OPTIONS_FLAG}: profile is {self.profile!r}", "true or false is allowed", "correct the value"
-            )
+        for key, given in (("adaptive", self.adaptive), ("profile", self.profile)):
+            if not isinstance(given, bool):
+                raise Refusal(f"{OPTIONS_FLAG}: {key} is {given!r}", "true or false is allowed", "correct the value")
 
     def mode_policy(self) -> ModePolicy:
-        """Return the policy that picks each step's mode."""
+        """Return the mode by name or by batch size."""
         return ModePolicy(self.mode, self.parallel_max_batch, self.plain_min_batch)
 
     def prune_config(self) -> PruneConfig:
@@ -88,13 +89,26 @@ class RequestOptions:
 
     Attributes:
         mode: force one mode for this request only; ``None`` follows the server.
+        pruning, prune_threshold: selective verification of this request only; ``None`` follows the server.
         records: return one ``StepRecord`` per decoding step in ``meta_info["speculative"]``.
         script: which scripted drafter answers this request (``scripted`` algorithm only).
     """
 
     mode: str | None = None
+    pruning: str | None = None
+    prune_threshold: float | None = None
     records: bool = False
     script: str | None = None
+
+    def prune_config(self, server: PruneConfig) -> PruneConfig:
+        """Return the server's settings with this request's own in their place."""
+        if self.pruning is None and self.prune_threshold is None:
+            return server
+        return replace(
+            server,
+            strategy=server.strategy if self.pruning is None else PruneStrategy(self.pruning),
+            threshold=server.threshold if self.prune_threshold is None else float(self.prune_threshold),
+        )
 
 
 def load_options(value: str | None) -> SpecOptions:
@@ -139,6 +153,12 @@ def parse_request_options(custom_params: Mapping[str, Any] | None) -> RequestOpt
     options = RequestOptions(**given)
     if options.mode is not None and options.mode not in MODE_NAMES:
         raise ValueError(f"{where}.mode is {options.mode!r}; allowed: {', '.join(MODE_NAMES)}")
+    if options.pruning is not None and options.pruning not in PRUNING:
+        raise ValueError(f"{where}.pruning is {options.pruning!r}; allowed: {', '.join(PRUNING)}")
+    if options.prune_threshold is not None and not _is_threshold(options.prune_threshold):
+        raise ValueError(
+            f"{where}.prune_threshold is {options.prune_threshold!r}; a number strictly between 0 and 1 is allowed"
+        )
     if not isinstance(options.records, bool):
         raise ValueError(f"{where}.records is {options.records!r}; true or false is allowed")
     if options.script is not None and not isinstance(options.script, str):
@@ -165,6 +185,10 @@ def _one_of(key: str, given: object, allowed: tuple[str, ...]) -> None:
         raise Refusal(
             f"{OPTIONS_FLAG}: {key} is {given!r}{hint}", f"allowed: {', '.join(allowed)}", "correct the value"
         )
+
+
+def _is_threshold(given: object) -> bool:
+    return isinstance(given, int | float) and not isinstance(given, bool) and 0.0 < given < 1.0
 
 
 def _integer(key: str, given: object, minimum: int) -> None:

@@ -1,14 +1,13 @@
 """Which way the next step is taken: parallel drafting, sequential drafting, or plain decoding.
 
-FlexDraft section 4. The choice is a function of what a step costs; :class:`ModePolicy` decides by batch size alone, and
-anything else that answers :class:`Policy` (a table of measured step times, say) can take its place.
+FlexDraft section 4. :class:`ModePolicy` decides by batch size alone; ``core/pace.py`` refines its choice with what
+steps cost and bring on the machine at hand.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
 from sglang_ext.core.refusal import Refusal, nearest
 
@@ -42,14 +41,6 @@ def parse_mode(name: str, where: str = "mode") -> Mode | None:
             f"set {where} to one of them",
         )
     return None if name == AUTO else Mode(name)
-
-
-class Policy(Protocol):
-    """Chooses the mode of the next step."""
-
-    def choose(self, batch_size: int, forced: Mode | None = None) -> Mode:
-        """Return the mode for a step of ``batch_size`` requests; ``forced`` wins when it is given."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_ext.core.config import RequestOptions, parse_request_options
-from sglang_ext.core.schedule import Mode, Policy, parse_mode
+from sglang_ext.core.pace import Pace
+from sglang_ext.core.schedule import Mode, parse_mode
 
 
 @dataclass(frozen=True)
@@ -48,17 +49,32 @@ def needs_plain_decoding(req: Any) -> bool:
     )
 
 
-def read_requests(reqs: list[Any], policy: Policy) -> list[RequestStep]:
+def read_requests(reqs: list[Any], pace: Pace) -> list[RequestStep]:
     """Return every request's :class:`RequestStep` for a decode step of the whole batch."""
-    default = policy.choose(len(reqs))
-    steps = []
-    for req in reqs:
-        options = request_options(req)
-        forced = None if options.mode is None else parse_mode(options.mode)
-        mode = default if forced is None else forced
-        if needs_plain_decoding(req):
-            mode = Mode.PLAIN
-        # The output list lags one step under overlapped scheduling, so this bound is never too tight.
-        room = max(req.sampling_params.max_new_tokens - len(req.output_ids) - 1, 0)
-        steps.append(RequestStep(mode, room, options))
-    return steps
+    options = [request_options(req) for req in reqs]
+    forced = [_forced_mode(req, own) for req, own in zip(reqs, options, strict=True)]
+    free = [req.rid for req, mode in zip(reqs, forced, strict=True) if mode is None]
+    chosen = pace.choose(free, len(reqs)) if free else Mode.PLAIN
+    return [
+        RequestStep(chosen if mode is None else mode, room(req), own)
+        for req, mode, own in zip(reqs, forced, options, strict=True)
+    ]
+
+
+def drafts_after_prefill(req: Any, pace: Pace) -> bool:
+    """Return whether to draft for a request whose prompt was just read."""
+    forced = _forced_mode(req, request_options(req))
+    drafts = pace.drafts_after_prefill() if forced is None else forced is not Mode.PLAIN
+    return drafts and room(req) > 0
+
+
+def room(req: Any) -> int:
+    """Return how many drafts may be verified before ``max_new_tokens`` is reached."""
+    # The output list lags one step under overlapped scheduling, so this bound is never too tight.
+    return max(req.sampling_params.max_new_tokens - len(req.output_ids) - 1, 0)
+
+
+def _forced_mode(req: Any, options: RequestOptions) -> Mode | None:
+    if needs_plain_decoding(req):
+        return Mode.PLAIN
+    return None if options.mode is None else parse_mode(options.mode)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from sglang_ext.core.accept import Accepted
 from sglang_ext.core.block import BlockLayout
+from sglang_ext.core.pace import Pace
 from sglang_ext.core.prune import verify_lengths
 from sglang_ext.core.schedule import Mode
 from sglang_ext.serving import server_info
@@ -33,7 +34,7 @@ from sglang_ext.serving.draft_state import DraftState
 from sglang_ext.serving.drafters.base import Context, DraftBlock
 from sglang_ext.serving.drafters.build import build_drafter
 from sglang_ext.serving.profile import StepProfile
-from sglang_ext.serving.requests import RequestStep, read_requests, request_options
+from sglang_ext.serving.requests import RequestStep, drafts_after_prefill, read_requests, request_options
 from sglang_ext.serving.sampling import accept_step, adjust_logits, sampling_params
 from sglang_ext.serving.telemetry import DeviceRecords
 from sglang_ext.serving.verify_input import ChainVerifyInput
@@ -48,12 +49,14 @@ class DecodeStep:
     Attributes:
         requests: what the host knows about each request.
         drafted: the stored drafts, ``[B, K-1]``.
+        has_drafts: whether there were any; without, a step commits one token whatever its mode.
         verify: drafts verified per request.
         layout: rows of the target pass.
     """
 
     requests: list[RequestStep]
     drafted: DraftBlock
+    has_drafts: list[bool]
     verify: list[int]
     layout: BlockLayout
 
@@ -69,12 +72,12 @@ class SpecWorker(BaseSpecWorker):
         self.device = target_worker.model_runner.device
         self._runner = target_worker.model_runner
         self._block = self.plan.block_size
-        self._policy = self.plan.options.mode_policy()
         self._prune = self.plan.options.prune_config()
         self._rule = self.plan.options.accept_rule()
         self.profile = StepProfile(self.plan.options.profile, self.device)
         self.profile.watch(self._runner.model.logits_processor, "target head")
         self._drafter = build_drafter(self.plan, self._runner, self.profile)
+        self.pace = Pace(self.plan.options.mode_policy(), self._drafter.can_join, self.plan.options.adaptive)
         self._watch = AcceptanceWatch(self.plan)
         server_info.install()
         self._generator = torch.Generator(device=self.device).manual_seed(args.random_seed)
@@ -116,6 +119,7 @@ class SpecWorker(BaseSpecWorker):
 
     def _prefill(self, batch: Any, on_publish: Callable[[Tensor], None] | None) -> GenerationBatchResult:
         started = time.perf_counter()
+        self.pace.interrupted()
         self.profile.label(["prefill"] * len(batch.reqs))
         with self.profile.section("target"):
             result = self.target_worker.forward_batch_generation(batch)
@@ -144,11 +148,10 @@ class SpecWorker(BaseSpecWorker):
 
     def _draft_after_prefill(self, batch: Any, bonus: Tensor) -> None:
         """Draft for every request whose prompt is now complete; drafts of a half-read prompt would be thrown away."""
-        requests = read_requests(batch.reqs, self._policy)
         rows = [
             i
-            for i, (req, step) in enumerate(zip(batch.reqs, requests, strict=True))
-            if req.inflight_middle_chunks <= 0 and step.mode is not Mode.PLAIN and step.room > 0
+            for i, req in enumerate(batch.reqs)
+            if req.inflight_middle_chunks <= 0 and drafts_after_prefill(req, self.pace)
         ]
         self._state.forget(batch.req_pool_indices)
         self._draft_alone(batch, bonus, batch.seq_lens, rows)
@@ -162,6 +165,7 @@ class SpecWorker(BaseSpecWorker):
         with self.profile.section("plan"):
             step = self._plan_step(batch)
         self.profile.label([request.mode.value for request in step.requests])
+        self.pace.started(started * 1000.0, [request.mode for request in step.requests])
         verify_input, output = self._verify(batch, step, grammar_barrier)
         verify = torch.tensor(step.verify, device=self.device)
         with self.profile.section("sampling"):
@@ -196,9 +200,9 @@ class SpecWorker(BaseSpecWorker):
 
     def _plan_step(self, batch: Any) -> DecodeStep:
         """Decide how many drafts of each request are verified and which mask groups join."""
-        requests = read_requests(batch.reqs, self._policy)
+        requests = read_requests(batch.reqs, self.pace)
         drafted = self._state.load(batch.req_pool_indices)
-        pruned = verify_lengths(drafted.confidence, self._prune).tolist()
+        pruned = self._pruned(requests, drafted.confidence)
         has_drafts = (drafted.confidence[:, 0] > 0).tolist()
         verify = [
             min(length, request.room) if has and request.mode is not Mode.PLAIN else 0
@@ -213,7 +217,16 @@ class SpecWorker(BaseSpecWorker):
             for length, request in zip(verify, requests, strict=True)
         ]
         layout = BlockLayout.ragged(batch.seq_lens.tolist(), widths, groups, self._block, device=self.device)
-        return DecodeStep(requests, drafted, verify, layout)
+        return DecodeStep(requests, drafted, has_drafts, verify, layout)
+
+    def _pruned(self, requests: list[RequestStep], confidence: Tensor) -> list[int]:
+        """Return how many drafts of each request are worth verifying, by the server's settings or its own."""
+        lengths: list[int] = verify_lengths(confidence, self._prune).tolist()
+        for i, request in enumerate(requests):
+            config = request.options.prune_config(self._prune)
+            if config is not self._prune:
+                lengths[i] = int(verify_lengths(confidence[i : i + 1], config))
+        return lengths
 
     def _may_be_ragged(self, batch: Any) -> bool:
         return self.device == "cpu" and not batch.has_grammar and not batch.return_logprob
@@ -274,6 +287,8 @@ class SpecWorker(BaseSpecWorker):
         idle: list[int] = []
         groups = step.layout.groups.counts.tolist()
         for i, (request, count) in enumerate(zip(step.requests, accepted.lengths.tolist(), strict=True)):
+            if request.mode is not Mode.PLAIN and step.has_drafts[i]:
+                self.pace.committed(batch.reqs[i].rid, count + 1)
             if request.mode is Mode.PLAIN or request.room <= count:
                 idle.append(i)  # plain, or finished by max_new_tokens in this very step
             elif count < groups[i]:

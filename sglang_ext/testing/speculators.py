@@ -13,6 +13,9 @@ MODES = ("parallel", "sequential")
 SPECULATORS = (*SCRIPTS, *MODES)
 """Everything that may draft: scripts of the scripted server, modes of the FlexDraft server."""
 
+ALWAYS_DRAFT = ("--speculative-adaptive-config", '{"adaptive": false}')
+"""Flags of servers under test: mode ``auto`` would stop drafting as soon as a script's drafts do not pay."""
+
 FEW = ("oracle", "half", "parallel", "sequential")
 """The speculators of laws that are dear: all right, half right, and both ways of the real one."""
 

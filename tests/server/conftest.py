@@ -15,7 +15,7 @@ import pytest
 from sglang_ext.testing.drafters import untrained_drafter
 from sglang_ext.testing.scripts import SCRIPTS
 from sglang_ext.testing.server import Reply, Request, Server, Starter
-from sglang_ext.testing.speculators import SPECULATORS, Answers, Speculator, block_size
+from sglang_ext.testing.speculators import ALWAYS_DRAFT, SPECULATORS, Answers, Speculator, block_size
 
 SESSION_SERVERS = ("plain", "scripted", "flexdraft")
 QUICK_SPECULATORS = ("oracle", "parallel")
@@ -91,7 +91,7 @@ def session_servers(request: pytest.FixtureRequest, starter: Starter, drafter: P
     running = _running(request.config)
     launches = {
         "plain": starter.launch(),
-        "scripted": starter.launch("--speculative-algorithm", "scripted"),
+        "scripted": starter.launch("--speculative-algorithm", "scripted", *ALWAYS_DRAFT),
         "flexdraft": starter.launch(
             "--speculative-algorithm", "flexdraft", "--speculative-draft-model-path", str(drafter)
         ),

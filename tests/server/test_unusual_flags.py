@@ -18,7 +18,7 @@ from sglang_ext.testing.laws import assert_idle, assert_same, eventually
 from sglang_ext.testing.prompts import LONG_TEXT, PROMPTS, requests
 from sglang_ext.testing.sampling import assert_same_law
 from sglang_ext.testing.server import Reply, Request, Server, Starter
-from sglang_ext.testing.speculators import MODES, Answers
+from sglang_ext.testing.speculators import ALWAYS_DRAFT, MODES, Answers
 
 WARNING = "drafts were accepted"
 REJECTION = '{"acceptance": "rejection"}'
@@ -29,7 +29,7 @@ def unusual(starter: Starter, drafter: Path) -> Iterator[dict[str, Server]]:
     """Both servers, started together."""
     small = starter.launch(
         *("--speculative-algorithm", "scripted", "--max-total-tokens", "512", "--page-size", "4"),
-        *("--chunked-prefill-size", "32", "--context-length", "512"),
+        *("--chunked-prefill-size", "32", "--context-length", "512", *ALWAYS_DRAFT),
         environment={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"},
     )
     paged = starter.launch(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from sglang_ext.core.config import RequestOptions, SpecOptions, load_options, parse_request_options
+from sglang_ext.core.prune import PruneConfig, PruneStrategy
 from sglang_ext.core.refusal import Refusal
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "options.md"
@@ -38,6 +39,7 @@ def test_inline_and_file_give_the_same(tmp_path: Path) -> None:
         ('{"acceptance": "greedy"}', "target_only"),
         ('{"parallel_max_batch": -1}', "integer >= 0"),
         ('{"plain_min_batch": 0}', "integer >= 1"),
+        ('{"adaptive": 1}', "true or false"),
         ('{"draft_top_m": 1.5}', "draft_top_m is 1.5"),
         ('{"profile": "yes"}', "profile is 'yes'"),
         ("{", "is not JSON"),
@@ -50,6 +52,16 @@ def test_bad_options_are_refused_in_one_line(text: str, said: str) -> None:
     message = str(refused.value)
     assert said in message
     assert "\n" not in message
+
+
+def test_a_request_prunes_by_its_own_settings() -> None:
+    server = SpecOptions(prune_threshold=0.2).prune_config()
+    assert parse_request_options({"speculative": {}}).prune_config(server) is server
+    own = parse_request_options({"speculative": {"pruning": "min_confidence", "prune_threshold": 0.5}})
+    assert own.prune_config(server) == PruneConfig(PruneStrategy.MIN_CONFIDENCE, 0.5)
+    for given, said in (({"pruning": "some"}, "min_confidence"), ({"prune_threshold": 1}, "strictly between 0 and 1")):
+        with pytest.raises(ValueError, match=said):
+            parse_request_options({"speculative": given})
 
 
 def test_a_file_that_holds_a_list_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,145 @@
+"""Laws of mode ``auto``: near the fastest mode, never clearly slower than plain decoding."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from sglang_ext.core.costs import AcceptLengths, StepCosts, bucket
+from sglang_ext.core.pace import Pace
+from sglang_ext.core.schedule import Mode, ModePolicy
+
+PLAIN, SEQUENTIAL, PARALLEL = Mode.PLAIN, Mode.SEQUENTIAL, Mode.PARALLEL
+
+
+class Machine:
+    """A simulated server: steps of known cost, drafts of known worth, and the worker's calls in the worker's order."""
+
+    def __init__(self, pace: Pace, costs: dict[Mode, float], seed: int = 0) -> None:
+        self.pace, self.costs = pace, costs
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.used: Counter[Mode] = Counter()
+        self.drafted: set[str] = set()
+
+    def serve(self, name: str, tokens: int, accept_length: float, batch: int = 1) -> float:
+        """Decode ``batch`` equal requests; returns ms per token of one of them."""
+        self.pace.interrupted()
+        began, done = self.now, 0.0
+        names = [f"{name}/{i}" for i in range(batch)]
+        self.drafted = set(names) if self.pace.drafts_after_prefill() else set()
+        while done < tokens:
+            mode = self.pace.choose(names, batch)
+            self.pace.started(self.now, [mode] * batch)
+            self.used[mode] += 1
+            self.now += self.costs[mode] * self.random.uniform(0.9, 1.1)
+            gained = 0
+            for request in names:
+                if mode is PLAIN or request not in self.drafted:
+                    committed = 1
+                else:
+                    whole = int(accept_length)
+                    committed = whole + (self.random.random() < accept_length - whole)
+                    self.pace.committed(request, committed)
+                gained += committed
+            done += gained / batch
+            self.drafted = set() if mode is PLAIN else set(names)
+        return (self.now - began) / tokens
+
+
+def pace(**thresholds: object) -> Pace:
+    return Pace(ModePolicy(**{"parallel_max_batch": 1, **thresholds}), can_join=True, adaptive=True)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("accept_length", [1.0, 1.3, 1.55, 1.7, 2.3, 4.0])
+def test_no_text_is_decoded_clearly_slower_than_plainly(accept_length: float, seed: int) -> None:
+    costs = {PLAIN: 76.0, SEQUENTIAL: 123.0, PARALLEL: 128.0}
+    machine = Machine(pace(), costs, seed)
+    spent = [machine.serve(f"r{i}", 150, accept_length) for i in range(40)]
+    mean = sum(spent) / len(spent)
+    best = min(costs[PLAIN], costs[SEQUENTIAL] / accept_length)
+    assert mean <= 1.04 * costs[PLAIN]
+    assert mean <= 1.07 * best
+    if accept_length >= 2.3:
+        assert machine.used[SEQUENTIAL] > machine.used[PARALLEL] > 0  # both tried, the faster one kept
+        assert machine.used[PLAIN] < 0.06 * sum(machine.used.values())
+
+
+def test_a_request_worth_drafting_for_is_found_among_others_that_are_not() -> None:
+    costs = {PLAIN: 76.0, SEQUENTIAL: 123.0, PARALLEL: 140.0}
+    machine = Machine(pace(), costs)
+    for i in range(20):
+        machine.serve(f"chat{i}", 150, 1.4)
+    assert machine.serve("math", 400, 2.6) < 0.9 * costs[PLAIN]
+    assert sum(machine.serve(f"more{i}", 150, 1.4) for i in range(20)) / 20 < 1.04 * costs[PLAIN]
+
+
+def test_each_batch_size_is_judged_by_itself() -> None:
+    chooser = pace()
+    small = Machine(chooser, {PLAIN: 76.0, SEQUENTIAL: 110.0, PARALLEL: 100.0})
+    large = Machine(chooser, {PLAIN: 100.0, SEQUENTIAL: 300.0})
+    for i in range(10):
+        small.serve(f"small{i}", 100, 2.0)
+        large.serve(f"large{i}", 100, 2.0, batch=16)
+    assert small.used[PARALLEL] > 0.8 * sum(small.used.values())
+    assert large.used[PLAIN] > 0.8 * sum(large.used.values())
+
+
+def test_a_useless_drafter_is_hardly_tried_again() -> None:
+    machine = Machine(pace(), {PLAIN: 50.0, SEQUENTIAL: 100.0, PARALLEL: 100.0})
+    machine.serve("first", 300, 1.0)
+    machine.used.clear()
+    for i in range(100):
+        machine.serve(f"r{i}", 100, 1.0)
+    assert machine.used[PLAIN] > 0.99 * sum(machine.used.values())
+
+
+def test_limits_and_names_of_the_user_hold() -> None:
+    for name in Mode:
+        forced = Pace(ModePolicy(mode=name.value), can_join=True, adaptive=True)
+        assert {forced.choose(["a"], size) for size in (1, 2, 64)} == {name}
+    limited = Machine(pace(parallel_max_batch=0, plain_min_batch=4), {PLAIN: 50.0, SEQUENTIAL: 60.0})
+    limited.serve("few", 300, 3.0, batch=3)
+    assert limited.used[PARALLEL] == 0 < limited.used[SEQUENTIAL]
+    limited.used.clear()
+    limited.serve("many", 100, 3.0, batch=4)
+    assert set(limited.used) == {PLAIN}
+    fixed = Pace(ModePolicy(), can_join=True, adaptive=False)
+    assert [fixed.choose(["a"] * size, size) for size in (1, 2, 3)] == [PARALLEL, PARALLEL, SEQUENTIAL]
+    alone = Pace(ModePolicy(), can_join=False, adaptive=False)
+    assert alone.choose(["a"], 1) is SEQUENTIAL
+
+
+def test_steps_around_a_prefill_or_a_switch_or_of_mixed_modes_are_not_measured() -> None:
+    chooser = Pace(ModePolicy(mode="auto"), can_join=True, adaptive=True)
+    chooser.started(0.0, [SEQUENTIAL])
+    chooser.interrupted()
+    chooser.started(500.0, [SEQUENTIAL])
+    assert chooser.costs.to_dict() == []
+    chooser.started(600.0, [SEQUENTIAL, PLAIN])
+    chooser.started(650.0, [PLAIN])
+    assert chooser.costs.to_dict() == [{"mode": "sequential", "batch": 1, "ms": 100.0, "steps": 1}]
+
+
+def test_batches_share_a_bucket_up_to_the_next_power_of_two() -> None:
+    assert [bucket(size) for size in (1, 2, 3, 4, 5, 8, 9)] == [1, 2, 4, 4, 8, 8, 16]
+    costs = StepCosts()
+    for ms in (10.0, 11.0, 900.0):
+        costs.add(PLAIN, 3, ms)
+    assert costs.ms(PLAIN, 4) == 11.0
+    assert costs.count(PLAIN, 5) == 0
+
+
+def test_expectations_follow_a_request_and_start_from_the_others() -> None:
+    accepts = AcceptLengths()
+    for _ in range(200):
+        accepts.add("steady", 3)
+    assert accepts.mean == pytest.approx(3.0, abs=0.05)
+    assert accepts.expected(["new"]) == pytest.approx(1.3 * accepts.mean)
+    assert accepts.expected(["steady"]) == pytest.approx(3.0, rel=0.05)
+    for _ in range(60):
+        accepts.add("poor", 1)
+    assert accepts.expected(["poor"]) < 1.3

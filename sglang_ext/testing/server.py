@@ -22,7 +22,7 @@ from typing import Any
 
 import requests
 
-READY_TIMEOUT_S = 300.0
+READY_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 20.0
 REQUEST_TIMEOUT_S = 300.0
 POLL_S = 0.25

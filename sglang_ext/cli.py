@@ -22,7 +22,7 @@ from sglang_ext.doctor import accelerator_name, run_checks
 
 ALGORITHM = "flexdraft"
 _OWN_COMMANDS = ("doctor", "prepare", "inspect", "serve")
-_DESCRIPTION = "Prepare, serve, inspect, train and measure FlexDraft with unmodified SGLang."
+_DESCRIPTION = "Prepare, serve, inspect, train, measure and show FlexDraft with unmodified SGLang."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,11 +92,13 @@ def _add_own_parsers(commands: Any) -> None:
 
 
 def _attach_groups(commands: Any) -> None:
+    from demo import commands as demo_commands
     from sglang_ext.bench import commands as bench_commands
     from sglang_ext.training import commands as training_commands
 
     training_commands.add_parsers(commands)
     bench_commands.add_parsers(commands)
+    demo_commands.add_parsers(commands)
 
 
 def prepare(args: argparse.Namespace) -> int:

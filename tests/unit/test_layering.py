@@ -35,7 +35,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "models": {"torch", "transformers", "safetensors"},
     "targets": {"torch", "transformers", "safetensors", "gguf", "huggingface_hub", "httpx"},
     "doctor": {"torch"},
-    "cli": set(),
+    "cli": {"demo"},
 }
 #: The adapter, and the entry points the host calls, which must work when the adapter cannot be imported.
 MAY_IMPORT_SGLANG = {"serving", "plugin"}

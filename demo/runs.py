@@ -1,0 +1,260 @@
+"""A run: the same prompt asked twice, plainly and speculatively, in a thread that a page can stop at any moment."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from typing import Any
+
+from demo.background import Background
+from demo.client import Client, ServerProblem, Stream
+from demo.facts import Facts
+from demo.identity import DIFFERENT, OPEN, Verdict, compare
+from demo.recording import Recording
+from demo.settings import FAST_SIDE, LIVE, PLAIN_SIDE, SIDES, TURNS, Settings
+from demo.texts import Vocabulary
+from demo.tracks import DONE, FAILED, RUNNING, STOPPED, WAITING, Track, Writer
+from sglang_ext.core.config import REQUEST_KEY
+
+OTHER_PAGE = "another run of this page was using the server"
+OTHER_CLIENT = "the server had other requests in hand"
+BOTH_AT_ONCE = "both panels ran at once"
+BESIDE_BACKGROUND = "background requests ran beside it"
+
+
+@dataclasses.dataclass(frozen=True)
+class Endpoint:
+    """A server a run can use."""
+
+    client: Client
+    facts: Facts
+    vocabulary: Vocabulary
+
+
+class Occupancy:
+    """Which tracks use which server now; a track that meets a stranger there is no measurement, nor is the stranger."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._active: list[tuple[object, Track]] = []
+
+    @contextlib.contextmanager
+    def use(self, owner: object, track: Track) -> Iterator[None]:
+        """Occupy the machine with ``track``; servers of one page count as one machine."""
+        entry = (owner, track)
+        with self._lock:
+            for other, theirs in self._active:
+                reason = BOTH_AT_ONCE if other is owner else OTHER_PAGE
+                theirs.share(reason)
+                track.share(reason)
+            self._active.append(entry)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._active.remove(entry)
+
+
+class Run:
+    """One prompt on both sides.
+
+    Args:
+        settings: what is asked.
+        endpoints: the server of each side.
+        occupancy: shared by all runs of this process.
+
+    Attributes:
+        tracks: each side's answer.
+        started_s: ``time.monotonic()`` at which each side was asked.
+        verdict: whether the answers are equal.
+        problem: why the run could not begin.
+        finished: whether the thread has ended.
+        phase: what it does now, in words.
+    """
+
+    def __init__(self, settings: Settings, endpoints: dict[str, Endpoint], occupancy: Occupancy) -> None:
+        self.settings = settings
+        self.endpoints = endpoints
+        self.tracks = {side: Track(side) for side in SIDES}
+        self.started_s: dict[str, float] = {}
+        self.verdict = Verdict(OPEN)
+        self.problem = ""
+        self.finished = False
+        self.phase = "reading the prompt"
+        self._occupancy = occupancy
+        self._stopping = threading.Event()
+        self._streams: list[Stream] = []
+        self._lock = threading.Lock()
+        self._background: Background | None = None
+        self._wanted_background = settings.background
+        self._created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        self._thread = threading.Thread(target=self._work, name="demo-run", daemon=True)
+
+    def start(self) -> Run:
+        """Begin; the tracks fill from now on."""
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """End every stream of this run here and on the server, within moments; later calls do nothing."""
+        self._stopping.set()
+        with self._lock:
+            streams = list(self._streams)
+        closers = [threading.Thread(target=stream.close, daemon=True) for stream in streams]
+        for closer in closers:
+            closer.start()
+        background = self._background
+        if background is not None:
+            background.resize(0)
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait for the end."""
+        self._thread.join(timeout_s)
+
+    def resize_background(self, count: int) -> None:
+        """Change how many background requests run beside the panels, at once if one is running."""
+        self._wanted_background = count
+        background = self._background
+        if background is not None and not self._stopping.is_set():
+            background.resize(count)
+            self._mark_background(count)
+
+    def recording(self) -> Recording:
+        """Return what can be saved and replayed."""
+        facts = {side: endpoint.facts for side, endpoint in self.endpoints.items()}
+        return Recording(self.settings, facts, self.tracks, self.verdict, self._created)
+
+    # ------------------------------------------------------------------ the thread
+
+    def _work(self) -> None:
+        try:
+            ids = self._prompt_ids()
+            self._warm(ids)
+            if self.settings.timing == TURNS:
+                for side in SIDES:
+                    self._answer(side, ids)
+            else:
+                workers = [threading.Thread(target=self._answer, args=(side, ids), daemon=True) for side in SIDES]
+                for worker in workers:
+                    worker.start()
+                for worker in workers:
+                    worker.join()
+            self._judge(ids)
+        except ServerProblem as problem:
+            self.problem = str(problem)
+        finally:
+            for track in self.tracks.values():
+                if not track.ended:
+                    track.status = STOPPED if self._stopping.is_set() else FAILED
+            self.finished = True
+
+    def _prompt_ids(self) -> list[int]:
+        ids = {side: self.endpoints[side].client.tokenize_chat(self.settings.chat()) for side in SIDES}
+        if ids[PLAIN_SIDE] != ids[FAST_SIDE]:
+            raise ServerProblem("the two servers read the prompt differently: they serve different targets")
+        for endpoint in self._distinct():
+            endpoint.vocabulary.prefetch()
+        return ids[FAST_SIDE]
+
+    def _distinct(self) -> list[Endpoint]:
+        return list({endpoint.client.url: endpoint for endpoint in self.endpoints.values()}.values())
+
+    def _warm(self, ids: list[int]) -> None:
+        """Bring the prompt into every server's prefix cache, so that both sides start from the same state."""
+        self.phase = "warming the prefix cache"
+        for endpoint in self._distinct():
+            if self._stopping.is_set():
+                return
+            idle = endpoint.client.idle()
+            body = {"input_ids": ids, "rid": uuid.uuid4().hex}
+            body["sampling_params"] = {"max_new_tokens": 1, "temperature": 0}
+            endpoint.client.post("/generate", body, timeout_s=120.0)
+            if not idle:
+                for side in SIDES:
+                    if self.endpoints[side] is endpoint:
+                        self.tracks[side].share(OTHER_CLIENT)
+
+    def _answer(self, side: str, ids: list[int]) -> None:
+        track, endpoint = self.tracks[side], self.endpoints[side]
+        if self._stopping.is_set():
+            return
+        body: dict[str, Any] = {"input_ids": ids, "rid": uuid.uuid4().hex}
+        body["sampling_params"] = self.settings.sampling(side, endpoint.facts.telemetry)
+        stream = endpoint.client.stream(body)
+        with self._lock:
+            self._streams.append(stream)
+        with self._occupancy.use(self, track), self._company(side, endpoint):
+            if self._stopping.is_set():
+                return
+            self.phase = f"{side} decoding"
+            self._read(track, stream, Writer(track, endpoint.vocabulary))
+
+    def _read(self, track: Track, stream: Stream, writer: Writer) -> None:
+        track.status = RUNNING
+        try:
+            self.started_s[track.side] = time.monotonic()
+            for at_s, chunk in stream:
+                writer.chunk(at_s, chunk)
+        except ServerProblem as problem:
+            stream.close()
+            track.status, track.message = FAILED, str(problem)
+            return
+        track.status = STOPPED if self._stopping.is_set() or track.finish == "abort" else DONE
+
+    @contextlib.contextmanager
+    def _company(self, side: str, endpoint: Endpoint) -> Iterator[None]:
+        """Keep the background requests of this side going while its panel runs."""
+        if self.settings.timing == LIVE and side == PLAIN_SIDE:
+            yield  # both panels share the other side's company
+            return
+        background = Background(endpoint.client, self.settings, side, endpoint.facts.telemetry)
+        self._background = background
+        try:
+            background.resize(self._wanted_background)
+            self._mark_background(self._wanted_background)
+            background.wait_busy()
+            yield
+        finally:
+            self._background = None
+            background.resize(0)
+
+    def _mark_background(self, count: int) -> None:
+        if count:
+            for track in self.tracks.values():
+                if track.status in (WAITING, RUNNING):
+                    track.share(BESIDE_BACKGROUND)
+
+    def _judge(self, ids: list[int]) -> None:
+        plain, fast = self.tracks[PLAIN_SIDE], self.tracks[FAST_SIDE]
+        verdict = compare(self.settings, plain, fast)
+        one, other = plain.ids, fast.ids
+        if verdict.status == DIFFERENT and verdict.common < min(len(one), len(other)) and not self._stopping.is_set():
+            self.phase = "looking at where the texts part"
+            with contextlib.suppress(ServerProblem):
+                pair = [one[verdict.common], other[verdict.common]]
+                gap = logprob_gap(self.endpoints[PLAIN_SIDE], ids + one[: verdict.common], pair)
+                verdict = dataclasses.replace(verdict, gap=gap)
+        self.verdict = verdict
+
+
+def logprob_gap(endpoint: Endpoint, prefix: list[int], pair: list[int]) -> float:
+    """Return how far apart two next tokens' log-probabilities are after ``prefix``, in plain decoding.
+
+    Raises:
+        ServerProblem: the server does not say.
+    """
+    params: dict[str, Any] = {"max_new_tokens": 1, "temperature": 0}
+    if endpoint.facts.telemetry:
+        params["custom_params"] = {REQUEST_KEY: {"mode": "plain"}}
+    body = {"input_ids": prefix, "sampling_params": params, "return_logprob": True, "logprob_start_len": -1}
+    answer = endpoint.client.post("/generate", {**body, "token_ids_logprob": pair}, timeout_s=120.0)
+    try:
+        by_id = {int(entry[1]): float(entry[0]) for entry in answer["meta_info"]["output_token_ids_logprobs"][0]}
+        return abs(by_id[pair[0]] - by_id[pair[1]])
+    except (KeyError, TypeError, IndexError) as error:
+        raise ServerProblem(f"{endpoint.client.url} gave no log-probabilities ({error})") from error

@@ -50,8 +50,12 @@ class Facts:
         return NAMES.get(self.algorithm or "", self.algorithm or "no speculative decoding")
 
 
-def ask_facts(client: Client) -> Facts:
+def ask_facts(client: Client, known: Facts | None = None) -> Facts:
     """Ask a server what it is.
+
+    Args:
+        client: the server.
+        known: what it was when last asked; saves asking again what costs a request.
 
     Raises:
         ServerProblem: nobody answers, or not an SGLang server.
@@ -76,7 +80,7 @@ def ask_facts(client: Client) -> Facts:
         str(options["mode"]),
         str(options["pruning"]),
         float(options["prune_threshold"]),
-        _accepts_pruning(client, options),
+        known.request_pruning if known is not None and known.telemetry else _accepts_pruning(client, options),
         seeds,
         dtype,
         device,

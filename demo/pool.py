@@ -40,8 +40,10 @@ class Pool:
         problems = []
         with self._lock:
             for client in [*self._fast, *([self._baseline] if self._baseline else [])]:
+                known = self._endpoints.get(client.url)
                 try:
-                    self._endpoints[client.url] = self._endpoint(client, ask_facts(client))
+                    facts = ask_facts(client, None if known is None else known.facts)
+                    self._endpoints[client.url] = self._endpoint(client, facts)
                 except ServerProblem as problem:
                     self._endpoints.pop(client.url, None)
                     problems.append(str(problem))

@@ -87,7 +87,6 @@ def numbers(track: Track, steps: Sequence[Step]) -> str:
     figures = [
         ("rate", "tokens/s", number(rate)),
         ("tokens", "tokens", str(counts.tokens)),
-        ("accept-length", "accept length", number(counts.accept_length, 2)),
         ("decode", "decoding", number(None if timing is None else timing.decode_s, 2, " s")),
         ("prefill", "prefill", number(None if timing is None else timing.prefill_s, 2, " s")),
         ("queue", "queue, network", number(None if timing is None else timing.queue_s, 2, " s")),
@@ -96,6 +95,7 @@ def numbers(track: Track, steps: Sequence[Step]) -> str:
         figures[-2:] = [("first", "first token after", number(timing.first_s, 2, " s"))]
     if track.side == FAST_SIDE:
         figures += [
+            ("accept-length", "accept length", number(counts.accept_length, 2)),
             ("accepted", "drafts accepted", str(counts.accepted)),
             ("rejected", "rejected", str(counts.rejected)),
             ("bonus", "bonus tokens", str(counts.bonus)),

@@ -57,7 +57,7 @@ def launch_options() -> dict[str, Any]:
 
 
 def _top(page: dict[str, Any]) -> None:
-    with gr.Row(equal_height=True):
+    with gr.Row():
         gr.HTML(
             element(
                 "div",
@@ -104,7 +104,7 @@ def _settings(page: dict[str, Any]) -> None:
         page["temperature"] = gr.Slider(0, 2, 0, step=0.05, label="Temperature (0 is greedy)", elem_id="temperature")
         page["top_p"] = gr.Slider(0.05, 1, 1, step=0.05, label="Top-p")
         page["max_tokens"] = gr.Slider(1, MOST_TOKENS, 128, step=1, label="Max tokens", elem_id="max-tokens")
-        page["seed"] = gr.Number(None, label="Seed", precision=0, elem_id="seed", info=" ")
+        page["seed"] = gr.Textbox("", label="Seed", elem_id="seed", info=" ", placeholder="none")
     with gr.Row():
         page["drafter"] = gr.Dropdown([], label="Drafter", interactive=False, elem_id="drafter")
         page["mode"] = gr.Radio(list(MODES), value=MODES[0], label="Mode", elem_id="mode")
@@ -159,7 +159,15 @@ def _panels(page: dict[str, Any]) -> None:
     with gr.Row():
         page["save"] = gr.DownloadButton("Save this run (JSON)", interactive=False, size="sm", elem_id="save")
         page["open"] = gr.UploadButton("Open a saved run", file_types=[".json"], size="sm", elem_id="open")
-    page["curl"] = gr.Code("", label="The same request as a command", language="shell", elem_id="curl", wrap_lines=True)
+    page["curl"] = gr.Code(
+        "",
+        label="The same request as a command",
+        language="shell",
+        elem_id="curl",
+        wrap_lines=True,
+        lines=2,
+        max_lines=6,
+    )
 
 
 _FLOW = (

@@ -26,7 +26,7 @@ class Controls:
     temperature: float
     top_p: float
     max_tokens: float
-    seed: float | None
+    seed: str
     drafter: str | None
     mode: str
     pruning: str
@@ -56,13 +56,21 @@ class Controls:
             temperature=float(self.temperature),
             top_p=float(self.top_p),
             max_new_tokens=int(self.max_tokens),
-            seed=None if self.seed is None else int(self.seed),
+            seed=self._seed(),
             mode=self.mode,
             pruning=self.pruning if override else None,
             prune_threshold=float(self.prune_threshold) if override and self.pruning != "none" else None,
             background=int(self.background),
             timing=self.timing,
         )
+
+    def _seed(self) -> int | None:
+        if not self.seed.strip():
+            return None
+        try:
+            return int(self.seed)
+        except ValueError as error:
+            raise BadInput(f"Seed is {self.seed!r}; a whole number, or nothing, is allowed.") from error
 
     def _messages(self, conversation: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
         user = ("user", self.prompt.strip())

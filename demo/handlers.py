@@ -63,7 +63,7 @@ class Handlers:
         problems = await asyncio.to_thread(self.pool.refresh)
         drafters = self.pool.drafters()
         lines = [
-            f"{name} · {facts.model} · {facts.device}, {facts.dtype} · block of {facts.block_size} · "
+            f"{name} · {facts.model} on {facts.device} · block of {facts.block_size} · "
             f"mode {facts.mode} · pruning {facts.pruning} at {facts.prune_threshold:g} · {facts.url}"
             for name, facts in drafters.items()
             if facts.telemetry

@@ -9,7 +9,7 @@ from demo.markup import element, text
 from demo.steps import Step
 
 WIDTH, HEIGHT, BASE = 300, 130, 104
-LANE_LEFT, LANE_WIDTH = 78, 620
+TIMELINE_MODES = ("prefill", "parallel", "sequential", "plain")
 
 
 def plots(plain: Sequence[Step], fast: Sequence[Step]) -> str:
@@ -37,23 +37,27 @@ def slots(acceptance: Sequence[tuple[int, int]]) -> str:
 def timeline(plain: Sequence[Step], fast: Sequence[Step]) -> str:
     """Return one lane per side: which mode decoded when."""
     end = max([step.at_s for side in (plain, fast) for step in side[-1:]], default=0.0) or 1.0
-    lanes = []
-    for row, (name, steps) in enumerate((("plain", plain), ("speculative", fast))):
-        y = 8 + row * 30
-        lanes.append(f'<text class="label" x="0" y="{y + 15}">{name}</text>')
-        for mode, start, stop in stats.mode_spans(steps):
-            x, width = LANE_LEFT + start / end * LANE_WIDTH, max(0.5, (stop - start) / end * LANE_WIDTH)
-            lanes.append(
-                f'<rect class="lane mode-{text(mode)}" x="{x:.1f}" y="{y}" width="{width:.1f}" height="22">'
-                f"<title>{text(mode)}: {start:.2f} to {stop:.2f} s</title></rect>"
-            )
-    axis = "".join(
-        f'<text class="label" text-anchor="middle" x="{LANE_LEFT + share * LANE_WIDTH:.0f}" y="84">'
-        f"{share * end:.1f} s</text>"
-        for share in (0, 0.5, 1)
+    lanes = _lane("plain", plain, end) + _lane("speculative", fast, end)
+    ends = element("span", "".join(element("span", f"{share * end:.1f} s") for share in (0, 0.5, 1)), "ends")
+    keys = "".join(element("span", "", f"swatch mode-{mode}") + mode for mode in TIMELINE_MODES)
+    body = element("div", f"{lanes}<span></span>{ends}", "lanes", role="img", aria_label="Modes over the run")
+    return element(
+        "figure", element("figcaption", f"Modes over the run{keys}") + body, "plot wide", data_name="timeline"
     )
-    body = f'<svg viewBox="0 0 720 90" role="img" aria-label="Modes over the run">{"".join(lanes)}{axis}</svg>'
-    return element("figure", element("figcaption", "Modes over the run") + body, "plot wide", data_name="timeline")
+
+
+def _lane(name: str, steps: Sequence[Step], end: float) -> str:
+    parts = [
+        element(
+            "i",
+            "",
+            f"mode-{mode}",
+            style=f"width: {(stop - start) / end:.3%}",
+            title=f"{mode}: {start:.2f} to {stop:.2f} s",
+        )
+        for mode, start, stop in stats.mode_spans(steps)
+    ]
+    return element("span", name) + element("div", "".join(parts), "lane")
 
 
 def _bars(title: str, axis: str, bars: Sequence[tuple[str, float, str]], css: str) -> str:

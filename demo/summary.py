@@ -8,9 +8,11 @@ from demo import stats
 from demo.facts import Facts
 from demo.identity import DIFFERENT, IDENTICAL, OPEN, SAMPLED, Verdict
 from demo.markup import element, number, text
-from demo.settings import FAST_SIDE, LIVE, PLAIN_SIDE, Settings
+from demo.settings import AUTO, FAST_SIDE, LIVE, PLAIN_SIDE, Settings
 from demo.steps import Step
 from demo.tracks import DONE, FAILED, Track
+
+AUTO_STEPS = 8
 
 
 def summary(
@@ -25,7 +27,9 @@ def summary(
     parts = [
         _speed(plain, fast, fast_steps),
         identity_badge(verdict, plain, fast, servers),
-        element("p", text(timing_words(settings, plain, fast)), "timing", data_name="timing"),
+        element(
+            "p", text(timing_words(settings, plain, fast) + mode_words(settings, fast)), "timing", data_name="timing"
+        ),
     ]
     return element("div", "".join(parts), "summary", aria_live="polite")
 
@@ -58,7 +62,7 @@ def _difference(verdict: Verdict, plain: Track, fast: Track, servers: Mapping[st
     if verdict.gap is None:
         return where
     dtype = servers[PLAIN_SIDE].dtype if PLAIN_SIDE in servers else ""
-    precision = f" (precision: {dtype})" if dtype else ""
+    precision = f" (precision: {dtype})" if dtype not in ("", "auto") else ""
     return (
         f"{where} There, the log-probabilities of the two tokens are {verdict.gap:.3f} apart in plain decoding"
         f"{precision}; a gap near zero is rounding, a large one is an error."
@@ -82,3 +86,14 @@ def timing_words(settings: Settings, plain: Track, fast: Track) -> str:
                 f"{fast.cached_tokens} for speculative decoding: compare decoding, not prefill."
             )
     return words
+
+
+def mode_words(settings: Settings, fast: Track) -> str:
+    """Say what ``auto`` decided where the audience would otherwise wonder why nothing was drafted."""
+    decoding = [step.mode for step in list(fast.steps) if step.mode != "prefill"]
+    if settings.mode != AUTO or len(decoding) < AUTO_STEPS or decoding.count("plain") * 2 < len(decoding):
+        return ""
+    return (
+        " Mode auto takes what the server measures to be fastest: here, mostly plain decoding. To watch drafts all the "
+        "same, choose mode parallel or sequential in Settings."
+    )

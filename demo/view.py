@@ -14,7 +14,7 @@ CLASSES = {ACCEPTED: "a", BONUS: "b", PLAIN: "p"}
 WORDS = {ACCEPTED: "draft, accepted", BONUS: "the target's own token", PLAIN: "the target's own token"}
 TITLES = {PLAIN_SIDE: "Plain decoding", FAST_SIDE: "Speculative decoding"}
 MODE_LABELS = {UNKNOWN: "no telemetry"}
-STRIP_STEPS = 72
+STRIP_STEPS = 48
 
 
 def flow(steps: Sequence[Step]) -> str:

@@ -10,7 +10,7 @@ import pytest
 from demo.controls import BadInput, Controls
 from demo.settings import FAST_SIDE, PLAIN_SIDE, Settings
 
-CONTROLS = Controls("Hi?", "", False, 0, 1.0, 64, None, None, "auto", "as the server", 0.1, 0, "turns")
+CONTROLS = Controls("Hi?", "", False, 0, 1.0, 64, "", None, "auto", "as the server", 0.1, 0, "turns")
 
 
 def controls(**changes: object) -> Controls:
@@ -40,9 +40,9 @@ def test_pruning_goes_only_where_it_is_understood() -> None:
 
 
 def test_seed_and_top_p_go_with_temperature() -> None:
-    sampled = controls(temperature=0.8, top_p=0.9, seed=5).settings((), True).sampling(FAST_SIDE, True)
+    sampled = controls(temperature=0.8, top_p=0.9, seed="5").settings((), True).sampling(FAST_SIDE, True)
     assert (sampled["temperature"], sampled["top_p"], sampled["sampling_seed"]) == (0.8, 0.9, 5)
-    assert "sampling_seed" not in controls(seed=5).settings((), True).sampling(FAST_SIDE, True)
+    assert "sampling_seed" not in controls(seed="5").settings((), True).sampling(FAST_SIDE, True)
 
 
 def test_a_follow_up_sends_role_and_content_only() -> None:
@@ -55,7 +55,9 @@ def test_a_follow_up_sends_role_and_content_only() -> None:
     assert controls(system="Be kind.").settings(before, True).chat()[0] == {"role": "system", "content": "Be kind."}
 
 
-@pytest.mark.parametrize("change", [{"prompt": "  "}, {"max_tokens": 0}, {"max_tokens": 10**6}, {"mode": "warp"}])
+@pytest.mark.parametrize(
+    "change", [{"prompt": "  "}, {"max_tokens": 0}, {"max_tokens": 10**6}, {"mode": "warp"}, {"seed": "x"}]
+)
 def test_what_cannot_be_asked_is_said(change: dict[str, object]) -> None:
     with pytest.raises(BadInput):
         controls(**change).settings((), True)

@@ -113,7 +113,7 @@ class BatchRun:
         system = [(role, content) for role, content in self.settings.messages if role == "system"]
         for endpoint in {endpoint.client.url: endpoint for endpoint in self._endpoints.values()}.values():
             endpoint.vocabulary.prefetch()
-            if not endpoint.client.idle():
+            if len(self._marker.shared) == 0 and not endpoint.client.idle():
                 self._marker.share(OTHER_CLIENT)
         for row in self.rows:
             if self._stopping.is_set():

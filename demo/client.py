@@ -49,6 +49,11 @@ class Client:
         host = f"[{self._host}]" if ":" in self._host else self._host
         self.url = f"{parts.scheme}://{host}:{self._port}"
 
+    @property
+    def local(self) -> bool:
+        """Whether the server runs on this machine."""
+        return self._host == "localhost" or self._host == "::1" or self._host.startswith("127.")
+
     def get(self, path: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         """Return the JSON document at ``path``."""
         return self._call("GET", path, None, timeout_s)

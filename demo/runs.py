@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import threading
 import time
 import uuid
@@ -25,6 +26,8 @@ OTHER_PAGE = "another run of this page was using the server"
 OTHER_CLIENT = "the server had other requests in hand"
 BOTH_AT_ONCE = "both panels ran at once"
 BESIDE_BACKGROUND = "background requests ran beside it"
+BUSY_LOAD = 1.5
+"""Load average per core above which a local server cannot have had the machine to itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +61,14 @@ class Occupancy:
         finally:
             with self._lock:
                 self._active.remove(entry)
+
+    def disturb(self, owner: object) -> bool:
+        """Note a request that is no track's own beside whatever runs; return whether a stranger runs."""
+        with self._lock:
+            strangers = [track for other, track in self._active if other is not owner]
+        for track in strangers:
+            track.share(OTHER_PAGE)
+        return bool(strangers)
 
 
 class Run:
@@ -170,7 +181,7 @@ class Run:
         for endpoint in self._distinct():
             if self._stopping.is_set():
                 return
-            idle = endpoint.client.idle()
+            idle = self._occupancy.disturb(self) or endpoint.client.idle()
             body = {"input_ids": ids, "rid": uuid.uuid4().hex}
             body["sampling_params"] = {"max_new_tokens": 1, "temperature": 0}
             endpoint.client.post("/generate", body, timeout_s=120.0)
@@ -186,6 +197,8 @@ class Run:
         body: dict[str, Any] = {"input_ids": ids, "rid": uuid.uuid4().hex}
         body["sampling_params"] = self.settings.sampling(side, endpoint.facts.telemetry)
         stream = endpoint.client.stream(body)
+        if endpoint.client.local:
+            track.machine = machine_words()
         with self._lock:
             self._streams.append(stream)
         with self._occupancy.use(self, track), self._company(side, endpoint):
@@ -240,6 +253,14 @@ class Run:
                 gap = logprob_gap(self.endpoints[PLAIN_SIDE], ids + one[: verdict.common], pair)
                 verdict = dataclasses.replace(verdict, gap=gap)
         self.verdict = verdict
+
+
+def machine_words() -> str:
+    """Say how busy this machine is where that is more than one server's work."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load <= BUSY_LOAD * cores:
+        return ""
+    return f"this machine was busy with other programs (load {load:.1f} on {cores} cores)"
 
 
 def logprob_gap(endpoint: Endpoint, prefix: list[int], pair: list[int]) -> float:

@@ -13,6 +13,8 @@ from demo.steps import Step
 from demo.tracks import DONE, FAILED, Track
 
 AUTO_STEPS = 8
+TIE_GAP = 0.13
+"""Two log-probabilities this close are one step of bfloat16 apart where logits are between 16 and 32."""
 
 
 def summary(
@@ -63,9 +65,10 @@ def _difference(verdict: Verdict, plain: Track, fast: Track, servers: Mapping[st
         return where
     dtype = servers[PLAIN_SIDE].dtype if PLAIN_SIDE in servers else ""
     precision = f" (precision: {dtype})" if dtype not in ("", "auto") else ""
+    meaning = "a tie by rounding" if verdict.gap <= TIE_GAP else "more than rounding in half precision explains"
     return (
         f"{where} There, the log-probabilities of the two tokens are {verdict.gap:.3f} apart in plain decoding"
-        f"{precision}; a gap near zero is rounding, a large one is an error."
+        f"{precision}: {meaning}."
     )
 
 
@@ -77,6 +80,9 @@ def timing_words(settings: Settings, plain: Track, fast: Track) -> str:
     if settings.timing == LIVE:
         return "Both panels run at once and slow each other down: no speed is quoted."
     words = "Measured one after the other, each side with the server to itself; shown in step."
+    busy = plain.machine or fast.machine
+    if busy:
+        words += f" But {busy}: expect other numbers when it is idle."
     if plain.prompt_tokens and fast.prompt_tokens:
         if plain.cached_tokens == fast.cached_tokens:
             words += f" Both found {fast.cached_tokens} of {fast.prompt_tokens} prompt tokens in the prefix cache."

@@ -27,6 +27,7 @@ class Track:
         prompt_tokens, cached_tokens: the prompt's length and how much of it was in the prefix cache.
         finish: the server's finish reason, as a word.
         shared: why its times are no measurement; empty if it had the server to itself.
+        machine: what else kept the machine busy, if it is this one and was busy; such times are worth less.
     """
 
     side: str
@@ -37,6 +38,7 @@ class Track:
     cached_tokens: int = 0
     finish: str = ""
     shared: list[str] = field(default_factory=list)
+    machine: str = ""
 
     @property
     def ids(self) -> list[int]:

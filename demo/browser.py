@@ -1,0 +1,135 @@
+"""Driving the page with the system's Chromium, for the browser tests and the screenshots."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sglang_ext.core.refusal import Refusal
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+READY_MS = 120_000
+RUN_MS = 900_000
+
+
+def find_chromium() -> str | None:
+    """Return the system's Chromium, ``None`` if there is none."""
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """Start a browser and stop it at the end.
+
+    Raises:
+        Refusal: Playwright or Chromium is missing.
+    """
+    path = find_chromium()
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError as error:
+        raise Refusal(f"Playwright is missing ({error})", "it drives the browser", "pip install playwright") from error
+    if path is None:
+        raise Refusal("no Chromium was found", f"one of {', '.join(NAMES)} is needed", "apt-get install chromium")
+    with sync_playwright() as playwright:
+        # The sandbox needs privileges that containers often lack; the pages are our own.
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+class Page:
+    """One open page of the demo.
+
+    Args:
+        page: Playwright's page.
+        url: address of the demo.
+    """
+
+    def __init__(self, page: Any, url: str) -> None:
+        self.page = page
+        self.errors: list[str] = []
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.goto(url)
+        page.wait_for_selector("#run", timeout=READY_MS)
+
+    def wait_served(self) -> Page:
+        """Wait until a prompt can be run."""
+        self.page.wait_for_selector("#run:not([disabled])", timeout=READY_MS)
+        return self
+
+    def settings(self) -> Page:
+        """Open the settings."""
+        if not self.page.locator("#max-tokens").is_visible():
+            self.page.click("#settings button")
+            self.page.wait_for_selector("#max-tokens", state="visible")
+        return self
+
+    def prompt(self, text: str) -> Page:
+        """Type a prompt."""
+        self.page.fill("#prompt textarea", text)
+        return self
+
+    def number(self, name: str, value: float) -> Page:
+        """Set a slider of the settings by its number box."""
+        self.settings()
+        box = self.page.locator(f"#{name} input[type=number]")
+        box.fill(f"{value:g}")
+        box.press("Tab")
+        return self
+
+    def choose(self, name: str, label: str) -> Page:
+        """Choose a radio button of the settings by its exact label."""
+        self.settings()
+        self.page.locator(f"#{name} label", has_text=label).first.click()
+        return self
+
+    def run(self) -> Page:
+        """Press Run."""
+        self.page.click("#run")
+        self.page.wait_for_selector("#stop:not([disabled])", timeout=READY_MS)
+        return self
+
+    def wait_done(self) -> Page:
+        """Wait until nothing streams and nothing is replayed."""
+        self.page.wait_for_selector("#stop[disabled]", timeout=RUN_MS)
+        self.page.wait_for_selector("#replay:not([disabled])", timeout=RUN_MS)
+        return self
+
+    def wait_steps(self, side: str, count: int) -> Page:
+        """Wait until a panel shows ``count`` steps; ``side`` is ``plain`` or ``fast``."""
+        self.page.wait_for_function(
+            f"document.querySelector('#{side}-flow .flow').childElementCount >= {count}", timeout=RUN_MS
+        )
+        return self
+
+    def figure(self, where: str, name: str) -> str:
+        """Return a figure's text, by the part of the page and its name."""
+        return str(self.page.locator(f"#{where} [data-name={name}]").first.inner_text())
+
+    def answer(self, side: str) -> str:
+        """Return the committed text of a panel, exactly."""
+        script = "e => [...e.querySelectorAll('.t:not(.r)')].map(t => t.textContent).join('')"
+        return str(self.page.locator(f"#{side}-flow .flow").evaluate(script))
+
+    def tokens(self, side: str, kind: str) -> int:
+        """Return how many tokens of a kind (``a``, ``b``, ``p``, ``r``) a panel shows."""
+        return int(self.page.locator(f"#{side}-flow .t.{kind}").count())
+
+    def saved(self) -> str:
+        """Download the run and return the file's text."""
+        with self.page.expect_download() as download:
+            self.page.click("#save")
+        with open(download.value.path(), encoding="utf-8") as file:
+            return file.read()
+
+    def open(self, file: str) -> Page:
+        """Open a saved run."""
+        with self.page.expect_file_chooser() as chooser:
+            self.page.click("#open")
+        chooser.value.set_files(file)
+        return self

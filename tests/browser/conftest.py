@@ -50,6 +50,61 @@ def server(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
         started.stop()
 
 
+class Proxy:
+    """Forwards to a server until it is cut, so that a server can be made to vanish without ending the real one.
+
+    Attributes:
+        url: its address.
+        connections: connections its clients hold open.
+    """
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.removeprefix("http://").partition(":")
+        self._target = (host, int(port))
+        self._port = free_port()
+        self._sockets: list[socket.socket] = []
+        self.connections = 0
+        self.url = f"http://127.0.0.1:{self._port}"
+
+    def listen(self) -> None:
+        """Begin to answer."""
+        self._listener = socket.create_server(("127.0.0.1", self._port))
+        self._sockets = [self._listener]
+        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+
+    def cut(self) -> None:
+        """Vanish: no new connections, and the open ones end at once."""
+        for one in list(self._sockets):
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                client, _ = listener.accept()
+            except OSError:
+                return
+            upstream = socket.create_connection(self._target)
+            self.connections += 1
+            self._sockets += [client, upstream]
+            threading.Thread(target=self._pump, args=(upstream, client), daemon=True).start()
+            threading.Thread(target=self._serve, args=(client, upstream), daemon=True).start()
+
+    def _serve(self, client: socket.socket, upstream: socket.socket) -> None:
+        self._pump(client, upstream)
+        self.connections -= 1
+
+    @staticmethod
+    def _pump(source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(65536):
+                sink.sendall(data)
+        for one in (source, sink):
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+
 @contextmanager
 def demo(*flags: str) -> Iterator[str]:
     """Run ``python -m demo`` and yield the page's address."""
@@ -73,9 +128,18 @@ def demo(*flags: str) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def demo_url(server: Server) -> Iterator[str]:
+def upstream(server: Server) -> Iterator[Proxy]:
+    """The real server behind something that counts the demo's connections."""
+    between = Proxy(server.url)
+    between.listen()
+    yield between
+    between.cut()
+
+
+@pytest.fixture(scope="session")
+def demo_url(upstream: Proxy) -> Iterator[str]:
     """The demo of the real server."""
-    with demo("--url", server.url) as url:
+    with demo("--url", upstream.url) as url:
         yield url
 
 
@@ -101,50 +165,6 @@ def open_page(browser: Any) -> Iterator[Callable[..., Page]]:
     for context in contexts:
         context.close()
     assert [error for page in pages for error in page.errors] == []
-
-
-class Proxy:
-    """Forwards to a server until it is cut, so that a server can be made to vanish without ending the real one."""
-
-    def __init__(self, target: str) -> None:
-        host, _, port = target.removeprefix("http://").partition(":")
-        self._target = (host, int(port))
-        self._port = free_port()
-        self._sockets: list[socket.socket] = []
-        self.url = f"http://127.0.0.1:{self._port}"
-
-    def listen(self) -> None:
-        """Begin to answer."""
-        self._listener = socket.create_server(("127.0.0.1", self._port))
-        self._sockets = [self._listener]
-        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
-
-    def cut(self) -> None:
-        """Vanish: no new connections, and the open ones end at once."""
-        for one in list(self._sockets):
-            with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
-
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                client, _ = listener.accept()
-            except OSError:
-                return
-            upstream = socket.create_connection(self._target)
-            self._sockets += [client, upstream]
-            for source, sink in ((client, upstream), (upstream, client)):
-                threading.Thread(target=self._pump, args=(source, sink), daemon=True).start()
-
-    @staticmethod
-    def _pump(source: socket.socket, sink: socket.socket) -> None:
-        with suppress(OSError):
-            while data := source.recv(65536):
-                sink.sendall(data)
-        for one in (source, sink):
-            with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.fixture

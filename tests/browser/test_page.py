@@ -29,6 +29,14 @@ def wait_idle(server: Server, seconds: float = 10.0) -> None:
         time.sleep(0.1)
 
 
+def seconds_until_closed(upstream: Proxy) -> float:
+    """Wait until the demo holds no connection to its server; return how long that took."""
+    started = time.monotonic()
+    while upstream.connections and time.monotonic() < started + 10:
+        time.sleep(0.01)
+    return time.monotonic() - started
+
+
 def test_the_page_says_what_the_records_say(open_page: Open, demo_url: str) -> None:
     """Type, run, see colours; every count on the page equals the step records of the saved run."""
     page = open_page(demo_url).wait_served().number("max-tokens", 32).choose("mode", "parallel")
@@ -77,10 +85,15 @@ def test_kinds_differ_in_colour_and_shape_and_explain_themselves(open_page: Open
     assert tip.is_hidden()
 
 
-def test_stop_stops_the_server_and_the_page_goes_on(open_page: Open, demo_url: str, server: Server) -> None:
+def test_stop_stops_the_server_and_the_page_goes_on(
+    open_page: Open, demo_url: str, server: Server, upstream: Proxy
+) -> None:
+    """Law D1: within a second."""
     page = open_page(demo_url).wait_served().number("max-tokens", 600).prompt("Tell me a long story.").run()
     page.wait_steps("plain", 4)
+    assert upstream.connections == 1
     page.page.click("#stop")
+    assert seconds_until_closed(upstream) < 1.0
     wait_idle(server)
     page.wait_done()
     assert page.figure("plain-head", "state") == "stopped"
@@ -89,11 +102,13 @@ def test_stop_stops_the_server_and_the_page_goes_on(open_page: Open, demo_url: s
     assert page.figure("plain-head", "tokens") == "8"
 
 
-def test_closing_the_tab_stops_the_server(open_page: Open, demo_url: str, server: Server) -> None:
-    """Law D1."""
+def test_closing_the_tab_stops_the_server(open_page: Open, demo_url: str, server: Server, upstream: Proxy) -> None:
+    """Law D1: within a second."""
     page = open_page(demo_url).wait_served().number("max-tokens", 600).prompt("Tell me a long story.").run()
     page.wait_steps("plain", 4)
+    assert upstream.connections == 1
     page.page.close()
+    assert seconds_until_closed(upstream) < 1.0
     wait_idle(server)
 
 

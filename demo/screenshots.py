@@ -15,7 +15,7 @@ from pathlib import Path
 from demo.browser import Page, chromium
 
 OUT = Path(__file__).parents[1] / "docs" / "images"
-DESKTOP, PHONE = (1200, 900), (390, 844)
+DESKTOP, PHONE = (1200, 1180), (390, 844)
 START_S = 120.0
 
 
@@ -50,15 +50,16 @@ def main() -> int:
         shoot(page, args.out / "after-phone-light.png")
         page.page.click("#theme")
         page.page.click("#replay")
+        page.page.wait_for_function("document.querySelector('#fast-flow .flow').childElementCount < 2")
         page.wait_steps("fast", max(4, args.max_tokens // 8))
-        shoot(page, args.out / "during-phone-dark.png")
+        shoot(page, args.out / "during-phone-dark.png", "#fast-head")
     run.unlink()
     return 0
 
 
-def shoot(page: Page, file: Path) -> None:
-    """Take one picture, from the line with the speed-up on."""
-    page.page.evaluate("document.querySelector('#summary').scrollIntoView({block: 'start'}); scrollBy(0, -12)")
+def shoot(page: Page, file: Path, top: str = "#summary") -> None:
+    """Take one picture, from the element ``top`` on."""
+    page.page.evaluate(f"document.querySelector('{top}').scrollIntoView({{block: 'start'}}); scrollBy(0, -12)")
     page.page.mouse.move(0, 0)
     page.page.wait_for_timeout(400)
     page.page.screenshot(path=str(file))

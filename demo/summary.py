@@ -41,7 +41,7 @@ def _speed(plain: Track, fast: Track, fast_steps: Sequence[Step]) -> str:
     if plain.status == DONE and not plain.shared and not fast.shared and fast.status != FAILED:
         value = stats.speedup(fast_steps, plain.steps)
         done = fast.status == DONE and len(fast_steps) == len(fast.steps)
-        words = "times as fast while decoding" if done else "times as fast so far"
+        words = "decoding speed-up" if done else "decoding speed-up so far"
     figure = element("span", text(number(value, 2, "×")), "big", data_name="speedup")
     return element("div", figure + element("span", text(words), "under"), "speed")
 

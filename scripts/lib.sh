@@ -48,3 +48,15 @@ install_project() {
     "$venv/bin/python" -m pip install -c "$ROOT/scripts/constraints.txt" -e "$ROOT$extras" >&2
     printf '%s' "$wanted" >"$stamp"
 }
+
+# find_chromium: true if Chromium is there; where it is not, root on Debian or Ubuntu installs it.
+find_chromium() {
+    local name
+    for name in chromium chromium-browser google-chrome; do
+        if command -v "$name" >/dev/null 2>&1; then return 0; fi
+    done
+    if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null 2>&1; then return 1; fi
+    say "installing Chromium for the demo's browser tests"
+    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium; } >/dev/null 2>&1 || true
+    command -v chromium >/dev/null 2>&1
+}

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From a fresh checkout to a running OpenAI-compatible SGLang server that decodes with FlexDraft.
+# From a fresh checkout to a running OpenAI-compatible SGLang server that decodes with FlexDraft, and its demo page.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -8,22 +8,27 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 usage() {
     cat <<USAGE
-usage: bash scripts/quickstart.sh [--port PORT] [--venv DIR] [-- SGLANG FLAGS...]
+usage: bash scripts/quickstart.sh [--port PORT] [--demo-port PORT] [--no-demo] [--venv DIR] [-- SGLANG FLAGS...]
 
 Makes a virtual environment, installs, prepares the default target, starts the server in the background, sends one
-chat request and leaves the server running. Run again, it does only what is missing.
+chat request, opens the demo page beside it and leaves both running. Run again, it does only what is missing.
 
-  --port PORT   port of the server (default: 30000)
-  --venv DIR    the virtual environment (default: .venv in this checkout)
-  --            everything after it goes to the server as it is
+  --port PORT        port of the server (default: 30000)
+  --demo-port PORT   port of the demo page (default: 7860)
+  --no-demo          do not start the demo page
+  --venv DIR         the virtual environment (default: .venv in this checkout)
+  --                 everything after it goes to the server as it is
 USAGE
 }
 
 PORT=30000
+DEMO_PORT=7860
 VENV=$ROOT/.venv
 while [ $# -gt 0 ]; do
     case $1 in
         --port) PORT=${2:?--port needs a number}; shift 2 ;;
+        --demo-port) DEMO_PORT=${2:?--demo-port needs a number}; shift 2 ;;
+        --no-demo) DEMO_PORT=""; shift ;;
         --venv) VENV=${2:?--venv needs a folder}; shift 2 ;;
         -h | --help) usage; exit 0 ;;
         --) shift; break ;;
@@ -43,7 +48,7 @@ with socket.socket() as probe:
     except (OSError, OverflowError):
         sys.exit(1)
 PY
-install_project "$VENV" ""
+if [ -n "$DEMO_PORT" ]; then install_project "$VENV" "[demo]"; else install_project "$VENV" ""; fi
 
 say "preparing the target"
 TARGET=$("$PYTHON_BIN" -m sglang_ext.cli prepare | tail -n 1)
@@ -68,7 +73,29 @@ trap 'kill -TERM -- "-$SERVER" 2>/dev/null || true' ERR INT TERM
 "$PYTHON_BIN" "$ROOT/scripts/first_request.py" --port "$PORT" --pid "$SERVER" --log "$LOG"
 trap - ERR INT TERM
 
+DEMO=""
+if [ -n "$DEMO_PORT" ]; then
+    DEMO_LOG=$LOG_DIR/demo-$DEMO_PORT.log
+    say "starting the demo page; its log: $DEMO_LOG"
+    setsid nohup "$PYTHON_BIN" -m sglang_ext.cli demo --url "http://127.0.0.1:$PORT" --port "$DEMO_PORT" \
+        >"$DEMO_LOG" 2>&1 </dev/null &
+    DEMO=$!
+    for _ in $(seq 120); do
+        if grep -q "^The page is at" "$DEMO_LOG" || ! kill -0 "$DEMO" 2>/dev/null; then break; fi
+        sleep 0.5
+    done
+    if ! grep -q "^The page is at" "$DEMO_LOG"; then
+        tail -n 5 "$DEMO_LOG" >&2
+        say "the demo page did not start (see above); the server is not affected"
+        kill "$DEMO" 2>/dev/null || true
+        DEMO=""
+    fi
+fi
+
 echo
+if [ -n "$DEMO" ]; then
+    echo "Watch drafts being accepted and rejected on http://127.0.0.1:$DEMO_PORT (process $DEMO; stop it with: kill $DEMO)"
+fi
 echo "The server runs in the background as process $SERVER on http://127.0.0.1:$PORT (log: $LOG)."
 echo "Stop it with:  kill $SERVER"
 echo "Talk to it by typing:  curl -s http://127.0.0.1:$PORT/v1/chat/completions -H 'Content-Type: application/json'" \

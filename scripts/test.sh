@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Sets up what is missing and runs every check: ruff, mypy, then the tests. Tests marked slow (every law with every
-# scripted drafter, for one) run with --all. Other arguments go to pytest in place of the default suites.
+# scripted drafter, for one) run with --all. Other arguments go to pytest in place of the default suites. The demo's
+# browser tests run last, with servers of their own, if Chromium is there or can be installed.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -30,10 +31,21 @@ say "mypy"
 "$PYTHON_BIN" -m mypy
 
 SUITES=()
-for suite in tests/unit tests/bench tests/training tests/serving tests/server; do
+for suite in tests/unit tests/bench tests/training tests/demo tests/serving tests/server; do
     if [ -d "$suite" ]; then SUITES+=("$suite"); fi
 done
-[ $# -gt 0 ] || set -- "${SUITES[@]}"
-say "pytest $*"
+BROWSER=()
+if [ $# -eq 0 ]; then
+    set -- "${SUITES[@]}"
+    if find_chromium; then BROWSER=(tests/browser); else say "no Chromium: the demo's browser tests are left out"; fi
+fi
 # Models and data come from this machine: a test that reaches for a hub is a mistake and fails at once.
-HF_HUB_OFFLINE=1 exec "$PYTHON_BIN" -m pytest --durations=10 "${SELECT[@]}" "$@"
+export HF_HUB_OFFLINE=1
+STATUS=0
+say "pytest $*"
+"$PYTHON_BIN" -m pytest --durations=10 "${SELECT[@]}" "$@" || STATUS=$?
+if [ ${#BROWSER[@]} -gt 0 ]; then
+    say "pytest ${BROWSER[*]}"
+    "$PYTHON_BIN" -m pytest --durations=10 "${SELECT[@]}" "${BROWSER[@]}" || STATUS=$?
+fi
+exit "$STATUS"

@@ -22,7 +22,7 @@ def test_the_installed_command_is_this_one() -> None:
 
 
 def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    commands = ("doctor", "prepare", "inspect", "serve", "regenerate", "train", "evaluate", "export", "bench")
+    commands = ("doctor", "prepare", "inspect", "serve", "regenerate", "train", "evaluate", "export", "bench", "demo")
     for command in commands:
         with pytest.raises(SystemExit) as stop:
             cli.main([command, "--help"])

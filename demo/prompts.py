@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 EXAMPLES: tuple[tuple[str, str], ...] = (
-    (
-        "Math",
-        "A baker makes 24 rolls in the morning and 36 in the afternoon. She packs them into bags of 6. How many bags "
-        "does she fill? Explain step by step.",
-    ),
+    ("Math", "A train travels 180 km in 3 hours. What is its speed? Explain."),
     ("Code", "Write a Python function that returns the n-th Fibonacci number, with a docstring and an example."),
     ("Chat", "What should I pack for a weekend in the mountains?"),
     ("Story", "Tell me a short story about a lighthouse keeper who finds a map."),
@@ -21,7 +17,7 @@ BATCH_PROMPTS: tuple[str, ...] = (
     "Name the planets of the solar system in order.",
     "How do I make a cup of tea?",
     "Write a SQL query that counts the rows of a table named users.",
-    "A train travels 180 km in 3 hours. What is its speed? Explain.",
+    "A baker makes 60 rolls and packs them into bags of 6. How many bags does she fill? Explain.",
     "What is photosynthesis?",
     "Write a polite email asking for a day off.",
     "List the first ten prime numbers.",

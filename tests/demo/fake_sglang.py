@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -17,7 +17,8 @@ class Behaviour:
     """What the server does, and what it saw.
 
     Attributes:
-        telemetry: whether it is a FlexDraft server.
+        telemetry: whether it decodes speculatively with this package.
+        algorithm: which drafter, if so.
         fail: status of every streaming answer; 200 for none.
         die_after: chunks after which a stream is cut; ``None`` for never.
         interval_s: time between chunks.
@@ -34,6 +35,8 @@ class Behaviour:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     closed: list[float] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    algorithm: str = "FLEXDRAFT"
+    lock: threading.Lock = field(default_factory=threading.Lock)
     active: int = 0
     most: int = 0
 
@@ -64,7 +67,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/server_info":
-            state = {"speculative_plan": _PLAN} if self.told.telemetry else {}
+            state = {"speculative_plan": {**_PLAN, "algorithm": self.told.algorithm}} if self.told.telemetry else {}
             self._json(
                 {
                     "model_path": "/models/tiny",
@@ -101,14 +104,17 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self.send_response(200)
         self.end_headers()
-        told.active += 1
-        told.most = max(told.most, told.active)
+        with told.lock:
+            told.active += 1
+            told.most = max(told.most, told.active)
         try:
             self._chunks(body)
         except OSError:
             told.closed.append(time.monotonic())
-        finally:
+        with told.lock:
             told.active -= 1
+        with suppress(OSError):
+            self.wfile.write(b"" if told.die_after is not None else b"data: [DONE]\n\n")
 
     def _chunks(self, body: dict[str, Any]) -> None:
         total = body["sampling_params"]["max_new_tokens"]
@@ -129,7 +135,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
             self.wfile.flush()
             time.sleep(self.told.interval_s)
-        self.wfile.write(b"data: [DONE]\n\n")
 
     def _json(self, document: dict[str, Any], status: int = 200) -> None:
         data = json.dumps(document).encode()

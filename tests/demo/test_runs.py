@@ -154,6 +154,19 @@ def test_a_plain_server_answers_the_plain_side() -> None:
     assert len(plain.bodies) == len(fast.bodies) == 1
 
 
+def test_the_drafter_chosen_on_the_page_answers() -> None:
+    one, other = Behaviour(), Behaviour(algorithm="DFLARE")
+    with serving(one) as first, serving(other) as second:
+        pool = Pool([first, second], None)
+        assert pool.refresh() == []
+        assert list(pool.drafters()) == ["FlexDraft", "DFlare"]
+        Run(settings(), pool.endpoints("DFlare"), pool.occupancy).start().join(20)
+        assert (len(one.bodies), len(other.bodies)) == (0, 2)
+        other.algorithm = "FLEXDRAFT"
+        pool.refresh()
+        assert list(pool.drafters()) == [f"FlexDraft at {url}" for url in (first, second)]
+
+
 @pytest.mark.parametrize(
     "url", ["", "ftp://here", "http://", "http://host:port", "http://127.0.0.1:1/v1", "host:99999"]
 )

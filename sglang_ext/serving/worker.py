@@ -99,7 +99,8 @@ class SpecWorker(BaseSpecWorker):
         """Allocate the draft tables once the request pool exists."""
         super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
         top_m = self.plan.options.draft_top_m if self.plan.options.acceptance == "rejection" else None
-        self._state = DraftState(req_to_token_pool.req_to_token.shape[0], self._block, self.device, top_m)
+        slots, vocabulary = req_to_token_pool.req_to_token.shape[0], self._runner.model_config.vocab_size
+        self._state = DraftState(slots, self._block, self.device, top_m, vocabulary)
 
     @torch.no_grad()
     def forward_batch_generation(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import shlex
+import signal
 import sys
 import tempfile
 import time
@@ -65,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
         raise Refusal("--server-args was given", "it is for a server started here", "leave out --url and --replay")
     if args.baseline_url and not args.url:
         raise Refusal("--baseline-url was given alone", "it needs --url", "name the speculative server with --url too")
+    signal.signal(signal.SIGTERM, _leave)  # so that a server started here ends with the page
     with contextlib.ExitStack() as stack:
         urls = args.url
         if not urls and first is None:
@@ -89,6 +91,10 @@ def run(args: argparse.Namespace) -> int:
         print(f"The page is at http://{args.host}:{args.port} (Ctrl+C ends it).", flush=True)
         blocks.block_thread()
     return 0
+
+
+def _leave(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def _require_gradio() -> None:

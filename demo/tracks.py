@@ -114,7 +114,8 @@ class Writer:
         track.prompt_tokens, track.cached_tokens = int(meta["prompt_tokens"]), int(meta["cached_tokens"])
         if meta["finish_reason"] is not None:
             track.finish = str(meta["finish_reason"]["type"])
-        if any(step.record is not None and step.record.batch_size > 1 + self._company for step in steps):
+        strangers = any(step.record is not None and step.record.batch_size > 1 + self._company for step in steps)
+        if strangers and not track.shared:
             track.share("other requests were in the batch")
 
     def _with_drafts(self, step: Step) -> Step:

@@ -1,7 +1,8 @@
 """Adds the resolved plan and what was measured so far to ``/server_info``.
 
-They appear in ``internal_states[0]`` as ``speculative_plan``, ``speculative_drafter_bytes``, ``speculative_pace`` (step
-times by mode and batch size, mean accept length) and, if asked for, ``speculative_profile``.
+They appear in ``internal_states[0]`` as ``speculative_plan``, ``speculative_drafter_bytes``,
+``speculative_drafter_kv_bytes_per_token``, ``speculative_pace`` (step times by mode and batch size, mean accept
+length) and, if asked for, ``speculative_profile``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ def add_plan(result: None, controller: Any, state: dict[str, Any]) -> None:
     worker = controller.scheduler.draft_worker
     state["speculative_plan"] = worker.plan.to_dict()
     state["speculative_drafter_bytes"] = worker.drafter_bytes
+    state["speculative_drafter_kv_bytes_per_token"] = worker.drafter_kv_bytes_per_token
     state["speculative_pace"] = worker.pace.to_dict()
     if worker.profile.enabled:
         state["speculative_profile"] = worker.profile.to_dict()

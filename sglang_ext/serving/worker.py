@@ -81,12 +81,22 @@ class SpecWorker(BaseSpecWorker):
         self._watch = AcceptanceWatch(self.plan)
         server_info.install()
         self._generator = torch.Generator(device=self.device).manual_seed(args.random_seed)
-        logger.info("Speculative plan: %s; drafter weights %.1f MB", self.plan, self._drafter.weight_bytes / 1e6)
+        logger.info(
+            "Speculative plan: %s; drafter weights %.1f MB, drafter KV %d bytes per token",
+            self.plan,
+            self._drafter.weight_bytes / 1e6,
+            self._drafter.kv_bytes_per_token,
+        )
 
     @property
     def drafter_bytes(self) -> int:
         """Bytes of weights the drafter holds beside the target's."""
         return self._drafter.weight_bytes
+
+    @property
+    def drafter_kv_bytes_per_token(self) -> int:
+        """Bytes of drafter keys and values that each token of the target's pool costs."""
+        return self._drafter.kv_bytes_per_token
 
     @property
     def draft_worker(self) -> None:
@@ -98,6 +108,7 @@ class SpecWorker(BaseSpecWorker):
     ) -> None:
         """Allocate the draft tables once the request pool exists."""
         super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
+        self._drafter.allocate(memory_pool_config.max_total_num_tokens + self._runner.page_size)
         top_m = self.plan.options.draft_top_m if self.plan.options.acceptance == "rejection" else None
         slots, vocabulary = req_to_token_pool.req_to_token.shape[0], self._runner.model_config.vocab_size
         self._state = DraftState(slots, self._block, self.device, top_m, vocabulary)
@@ -124,6 +135,8 @@ class SpecWorker(BaseSpecWorker):
         self.profile.label(["prefill"] * len(batch.reqs))
         with self.profile.section("target"):
             result = self.target_worker.forward_batch_generation(batch)
+        with self.profile.section("context"):
+            self._drafter.observe_prefill()
         if on_publish is not None:
             on_publish(batch.seq_lens)
         bonus = result.next_token_ids.to(torch.int64)
@@ -179,6 +192,8 @@ class SpecWorker(BaseSpecWorker):
                 self._rule,
                 self._generator,
             )
+        with self.profile.section("context"):
+            self._drafter.observe_commit(step.layout, accepted.lengths)
         lengths = batch.seq_lens + (accepted.lengths + 1).to(batch.seq_lens.dtype)
         if batch.return_logprob:
             compute_spec_logprobs(batch, output, accepted.tokens.reshape(-1), chain_stride=step.layout.clean.width)

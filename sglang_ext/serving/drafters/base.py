@@ -1,4 +1,4 @@
-"""The drafter interface: five verbs the worker calls, and the block of drafts they return.
+"""The drafter interface: what the worker calls, and the block of drafts that comes back.
 
 Shape legend: B requests, K block size, V vocabulary, H hidden, M stored width of a truncated draft distribution.
 """
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from sglang_ext.core.block import BlockLayout
 from sglang_ext.core.sampling import SamplingParams
 
 
@@ -72,6 +73,25 @@ class Drafter(ABC):
     @abstractmethod
     def weight_bytes(self) -> int:
         """Bytes of weights this drafter holds beside the target's."""
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of drafter keys and values that every token of the target's pool costs; 0 without a pool."""
+        return 0
+
+    def allocate(self, slots: int) -> None:  # noqa: B027
+        """Allocate what is kept per token; the target's pool has just got ``slots`` slots."""
+
+    def observe_prefill(self) -> None:  # noqa: B027
+        """Look at the target pass that has just read prompt tokens; all its rows are committed."""
+
+    def observe_commit(self, layout: BlockLayout, accepted: Tensor) -> None:  # noqa: B027
+        """Look at the target pass that has just verified drafts.
+
+        Args:
+            layout: rows of the pass.
+            accepted: ``[B]`` accepted drafts; clean rows ``0 .. accepted`` of a request are committed.
+        """
 
     @abstractmethod
     def propose(self, context: Context) -> DraftBlock:

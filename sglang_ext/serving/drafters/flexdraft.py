@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sglang_ext.core.block import BlockLayout
-from sglang_ext.core.sampling import sample, target_probs
 from sglang_ext.serving.attention.mask_rows import MaskAttention
 from sglang_ext.serving.drafters.base import Context, DraftBlock, Drafter
 from sglang_ext.serving.drafters.flexdraft_weights import FlexDraftWeights
+from sglang_ext.serving.drafters.proposal import block_from_logits
 from sglang_ext.serving.profile import StepProfile
 from sglang_ext.serving.target_walk import TargetWalk
 from sglang_ext.serving.verify_input import MaskRows
@@ -73,30 +72,4 @@ class FlexDraftDrafter(Drafter):
         embedding = self._embed(context.bonus)
         with self._profile.section("draft head"):
             logits = self._weights.calibrated_logits(mask_hidden[:, 1:], embedding).float()
-        top, best = logits.max(-1)
-        tokens = self._token_ids(best)
-        confidence = (top - logits.logsumexp(-1)).exp()
-        # The drafter's numbers may overflow; a NaN must cost acceptance, never correctness.
-        tokens = torch.where(confidence.isnan(), -1, tokens)
-        if context.sampling is None or self._top_m is None:
-            return DraftBlock(tokens, confidence.nan_to_num(0.0))
-        return self._sampled(logits, confidence.nan_to_num(0.0), tokens, context)
-
-    def _sampled(self, logits: Tensor, confidence: Tensor, greedy: Tensor, context: Context) -> DraftBlock:
-        """Draw drafts from the truncated, request-shaped draft distribution and keep it for the acceptance test."""
-        batch, slots, proposable = logits.shape
-        assert context.sampling is not None and self._top_m is not None
-        rows = context.sampling.rows(torch.arange(batch, device=logits.device).repeat_interleave(slots))
-        probs = target_probs(logits.reshape(-1, proposable).nan_to_num(0.0), rows)
-        q_probs, places = probs.topk(min(self._top_m, proposable), dim=-1)
-        q_ids = self._token_ids(places)
-        q_probs = q_probs / q_probs.sum(-1, keepdim=True)
-        drawn = q_ids.gather(-1, sample(q_probs)[:, None]).view(batch, slots)
-        tokens = torch.where(greedy < 0, greedy, drawn)
-        shape = (batch, slots, q_ids.shape[-1])
-        return DraftBlock(tokens, confidence, q_ids.view(shape), q_probs.view(shape))
-
-    def _token_ids(self, places: Tensor) -> Tensor:
-        """Turn places among the tokens that can be proposed into ids of the vocabulary."""
-        listed = self._weights.draft_tokens
-        return places if listed is None else listed[places]
+        return block_from_logits(logits, context, self._top_m, self._weights.draft_tokens)

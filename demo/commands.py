@@ -39,7 +39,7 @@ def add_parsers(subparsers: Any) -> None:
         "--server-args",
         metavar="FLAGS",
         default="",
-        help='flags for the server started here, in one string, as for `sglang-ext serve`: --server-args="--model-path DIR"',
+        help='flags for the server started here, as for `sglang-ext serve`: --server-args="--model-path DIR"',
     )
     command.add_argument(
         "--replay", metavar="FILE", type=Path, help="open with a saved run; without --url no server is started"

@@ -161,7 +161,7 @@ def _describe(path: Path) -> dict[str, Any]:
         raise Refusal(f"{path} is not a folder", "a drafter's or a target's folder is needed", "check the name")
     config = read_json_object(path / "config.json")
     if CONFIG_KEY in config or RELEASED_CONFIG_KEY in config:
-        from sglang_ext.models.flexdraft.describe import describe_drafter
+        from sglang_ext.models.drafters import describe_drafter
 
         return describe_drafter(path)
     from sglang_ext.targets.describe import describe_target
@@ -171,7 +171,7 @@ def _describe(path: Path) -> dict[str, Any]:
 
 def _lines(facts: Mapping[str, Any]) -> list[str]:
     """Lay facts out as ``name: value`` lines; say in words what an empty measurement means."""
-    from sglang_ext.models.flexdraft.card import NOT_MEASURED
+    from sglang_ext.models.card import NOT_MEASURED
 
     width = max(len(name) for name in facts) + 1
     lines = []

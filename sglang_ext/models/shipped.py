@@ -5,16 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from sglang_ext.core.refusal import Refusal
+from sglang_ext.models.drafters import load_config, method_of_folder
 from sglang_ext.models.families import target_shape
 from sglang_ext.models.files import read_json_object
-from sglang_ext.models.flexdraft.checkpoint import CONFIG_FILE, load_config
+from sglang_ext.models.flexdraft.config import FlexDraftConfig
+from sglang_ext.models.tapped.checkpoint import validate_against_target
 from sglang_ext.models.vocabulary import vocabulary_digest
+from sglang_ext.models.weights import CONFIG_FILE
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 
 
-def find_shipped(target_dir: str | Path, assets: Path = ASSETS) -> Path | None:
-    """Return the folder of the shipped drafter trained for the target in ``target_dir``, or None.
+def find_shipped(target_dir: str | Path, assets: Path = ASSETS, method: str = "flexdraft") -> Path | None:
+    """Return the folder of the shipped drafter of ``method`` trained for the target in ``target_dir``, or None.
 
     Architecture, every size and the vocabulary, token by token, must be equal. A target this package cannot draft for
     (unsupported family, no tokenizer.json) has no shipped drafter; a damaged shipped drafter is an error.
@@ -29,7 +32,19 @@ def find_shipped(target_dir: str | Path, assets: Path = ASSETS) -> Path | None:
     except Refusal:
         return None
     for config_file in sorted(assets.glob(f"*/{CONFIG_FILE}")):
-        config, _ = load_config(config_file.parent)
-        if config.target_shape == shape and config.vocabulary_digest == digest:
-            return config_file.parent
+        folder = config_file.parent
+        if method_of_folder(folder) != method:
+            continue
+        config, _ = load_config(folder)
+        if config.vocabulary_digest != digest:
+            continue
+        if isinstance(config, FlexDraftConfig):
+            if config.target_shape == shape:
+                return folder
+            continue
+        try:
+            validate_against_target(config, raw)
+        except Refusal:
+            continue
+        return folder
     return None

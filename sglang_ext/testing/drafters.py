@@ -15,6 +15,7 @@ from sglang_ext.models.files import read_json_object
 from sglang_ext.models.flexdraft import checkpoint
 from sglang_ext.models.flexdraft.config import FlexDraftConfig
 from sglang_ext.models.vocabulary import vocabulary_digest
+from sglang_ext.models.weights import CONFIG_FILE
 
 Change = Callable[[dict[str, Tensor]], None]
 
@@ -64,7 +65,7 @@ def untrained_drafter(
 
 def edit_config(folder: Path, edit: Callable[[dict[str, object]], None]) -> Path:
     """Rewrite a drafter's config.json through ``edit`` and return the folder (for drafters to be refused)."""
-    file = folder / checkpoint.CONFIG_FILE
+    file = folder / CONFIG_FILE
     raw = read_json_object(file)
     edit(raw)
     file.write_text(json.dumps(raw), encoding="utf-8")

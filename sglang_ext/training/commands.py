@@ -217,7 +217,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from sglang_ext.models.flexdraft.card import CardFields
+    from sglang_ext.models.card import CardFields
     from sglang_ext.models.target import Target
     from sglang_ext.training.data import is_held_out, load_records
     from sglang_ext.training.evaluate import evaluate, table

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sglang_ext.models.flexdraft.loss import leading_matches
 from sglang_ext.models.flexdraft.model import FlexDraftModel
+from sglang_ext.models.loss import leading_matches
 from sglang_ext.training.data import Chunk, Record, StateStore, collate
 
 ANCHORS_PER_CALL = 64

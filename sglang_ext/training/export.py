@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from sglang_ext.core.refusal import Refusal
+from sglang_ext.models.card import AcceptanceRow, CardFields
 from sglang_ext.models.flexdraft import checkpoint
-from sglang_ext.models.flexdraft.card import AcceptanceRow, CardFields
 from sglang_ext.models.flexdraft.model import FlexDraftModel
 from sglang_ext.models.target import Target
 from sglang_ext.training.config import TrainConfig

@@ -24,13 +24,13 @@ from torch import Tensor
 from sglang_ext.core.refusal import Refusal
 from sglang_ext.models.flexdraft import checkpoint as drafter_files
 from sglang_ext.models.flexdraft.config import FlexDraftConfig
-from sglang_ext.models.flexdraft.loss import (
+from sglang_ext.models.flexdraft.model import FlexDraftModel
+from sglang_ext.models.loss import (
     candidate_cross_entropy,
     draw_candidates,
     leading_matches,
     slot_weights,
 )
-from sglang_ext.models.flexdraft.model import FlexDraftModel
 from sglang_ext.models.target import Target
 from sglang_ext.models.vocabulary import vocabulary_digest
 from sglang_ext.training.config import TrainConfig

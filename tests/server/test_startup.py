@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_ext.core.refusal import Refusal
+from sglang_ext.models import weights as weight_files
 from sglang_ext.models.flexdraft import checkpoint
 from sglang_ext.serving.plan import resolve_plan
 from sglang_ext.testing.drafters import edit_config, untrained_drafter
@@ -54,7 +55,7 @@ def refused(
 ) -> Iterator[Callable[[str], Refused]]:
     """Results of launchers that must refuse; they run two at a time while the tests wait for each."""
     truncated = damaged()
-    weights = truncated / checkpoint.WEIGHTS_FILE
+    weights = truncated / weight_files.WEIGHTS_FILE
     weights.write_bytes(weights.read_bytes()[:100_000])
     shim = tmp_path_factory.mktemp("shim")
     shim.joinpath("sitecustomize.py").write_text(
@@ -188,7 +189,7 @@ def test_unknown_tensor(sound: Path, damaged: Make) -> None:
     """Law C4: an unknown tensor is refused with the nearest expected one."""
     from safetensors.torch import load_file, save_file
 
-    file = damaged() / checkpoint.WEIGHTS_FILE
+    file = damaged() / weight_files.WEIGHTS_FILE
     tensors = load_file(file)
     tensors["mask_embeding"] = tensors.pop("mask_embedding")
     save_file(tensors, file)

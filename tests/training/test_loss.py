@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sglang_ext.models.flexdraft import loss as loss_module
-from sglang_ext.models.flexdraft.loss import candidate_cross_entropy, draw_candidates, leading_matches, slot_weights
+from sglang_ext.models import loss as loss_module
+from sglang_ext.models.loss import candidate_cross_entropy, draw_candidates, leading_matches, slot_weights
 
 ROWS, HIDDEN, RANK, VOCABULARY = 37, 12, 5, 53
 

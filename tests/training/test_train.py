@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from sglang_ext.core.refusal import Refusal
+from sglang_ext.models.card import CardFields
 from sglang_ext.models.flexdraft import checkpoint
-from sglang_ext.models.flexdraft.card import CardFields
 from sglang_ext.models.target import Target
 from sglang_ext.training.config import TrainConfig
 from sglang_ext.training.data import Chunk, StateStore, collate, load_records

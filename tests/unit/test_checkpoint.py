@@ -15,8 +15,8 @@ import safetensors.torch
 import torch
 
 from sglang_ext.core.refusal import Refusal
+from sglang_ext.models.card import NOT_MEASURED, AcceptanceRow, CardFields
 from sglang_ext.models.flexdraft import checkpoint
-from sglang_ext.models.flexdraft.card import NOT_MEASURED, AcceptanceRow, CardFields
 from sglang_ext.models.shipped import find_shipped
 from sglang_ext.models.vocabulary import vocabulary_digest
 from tests.unit.tiny import (

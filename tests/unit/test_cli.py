@@ -11,8 +11,8 @@ import pytest
 
 from sglang_ext import cli, doctor
 from sglang_ext.core.refusal import Refusal
+from sglang_ext.models.card import NOT_MEASURED, AcceptanceRow, CardFields
 from sglang_ext.models.flexdraft import checkpoint
-from sglang_ext.models.flexdraft.card import NOT_MEASURED, AcceptanceRow, CardFields
 from tests.unit.tiny import drafter_config, random_tensors, target_config, write_drafter, write_target
 
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.core.refusal import Refusal
+from sglang_ext.models.card import CardFields
 from sglang_ext.models.families import target_shape
-from sglang_ext.models.flexdraft.card import CardFields
 from sglang_ext.models.flexdraft.checkpoint import expected_shapes
 from sglang_ext.models.flexdraft.config import FlexDraftConfig, origin_fields
 from tests.unit.tiny import LAYERS, TARGETS, VOCABULARY, drafter_config, hf_model, target_config

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sglang_ext.core.masks import CLEAN, visible
 from sglang_ext.core.refusal import Refusal
+from sglang_ext.models.blocks import block_attention, context_bias, only_listed
 from sglang_ext.models.flexdraft.config import FlexDraftConfig
 from sglang_ext.models.target import LayerWeights, Target, apply_rope, frozen_rms_norm, rms_norm
 
@@ -114,7 +114,7 @@ class FlexDraftModel(nn.Module):
         count, blocks = context.anchors.shape
         slots = torch.arange(config.block_size, device=context.anchors.device)
         cos, sin = target.rope(context.anchors[..., None] + 1 + slots)
-        bias = self._clean_bias(context)
+        bias = context_bias(context.anchors, context.keys[0].shape[2], target.dtype)
         hidden = self.mask_embedding.to(target.dtype).expand(count, blocks, config.block_size, -1)
         for index, (draft, layer) in enumerate(zip(self.layers, self.target_layers, strict=True)):
             # Slot 0 of the last layer would only produce the output that is discarded.
@@ -125,17 +125,6 @@ class FlexDraftModel(nn.Module):
             hidden = hidden[:, :, first:] + F.linear(mixed, draft.self_attn.o_proj.weight.to(target.dtype))
             hidden = target.feed_forward(layer, hidden)
         return frozen_rms_norm(hidden, target.final_norm, target.eps)
-
-    def _clean_bias(self, context: BlockContext) -> Tensor:
-        """``[N, A, S]``: 0 where a block may see a clean key, -inf elsewhere, by the one mask rule of the project."""
-        span, device = context.keys[0].shape[2], context.anchors.device
-        sees = visible(
-            context.anchors,
-            torch.zeros_like(context.anchors),
-            torch.arange(span, device=device),
-            torch.full((span,), CLEAN, device=device),
-        )
-        return torch.where(sees, 0.0, float("-inf")).to(self.target.dtype)
 
     def _project(
         self, attention: nn.Module, rows: Tensor, query_rows: Tensor, cos: Tensor, sin: Tensor
@@ -183,30 +172,4 @@ class FlexDraftModel(nn.Module):
         if low is not None:
             last, dtype = self.anchor_bias_mlp[2], self.target.dtype
             logits = logits + F.linear(low, last.weight.to(dtype), last.bias.to(dtype))
-        if self.config.draft_vocab_size is not None:
-            proposed = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
-            proposed[self.draft_token_ids.long()] = True
-            logits = logits.masked_fill(~proposed, float("-inf"))
-        return logits
-
-
-def block_attention(q: Tensor, k: Tensor, v: Tensor, clean_k: Tensor, clean_v: Tensor, bias: Tensor) -> Tensor:
-    """Attention of block rows over the clean keys and their own block's keys, nothing else; ``[N, A, Kq, Hq*D]``.
-
-    The own keys are a batch of small products, so no block-by-block score matrix exists. ``q [N, A, Kq, Hq, D]``,
-    ``k``/``v [N, A, K, Hkv, D]``, ``clean_k``/``clean_v [N, Hkv, S, D]``, ``bias [N, A, S]`` additive.
-    """
-    count, blocks, queries, heads, size = q.shape
-    kv_heads, span, own = clean_k.shape[1], clean_k.shape[2], k.shape[2]
-    group = heads // kv_heads
-    # [N, Hkv, A, Kq*g, D]: the query heads of one key/value head become query rows.
-    grouped = q.unflatten(3, (kv_heads, group)).permute(0, 3, 1, 2, 4, 5).reshape(count, kv_heads, blocks, -1, size)
-    grouped = grouped * size**-0.5
-    own_k, own_v = (part.permute(0, 3, 1, 2, 4) for part in (k, v))
-    clean = grouped.flatten(2, 3) @ clean_k.transpose(2, 3)
-    clean = clean.unflatten(2, (blocks, -1)) + bias[:, None, :, None]
-    weights = torch.cat((clean, grouped @ own_k.transpose(3, 4)), dim=-1).softmax(-1)
-    from_clean, from_own = weights.split((span, own), dim=-1)
-    mixed = (from_clean.flatten(2, 3) @ clean_v).unflatten(2, (blocks, -1)) + from_own @ own_v
-    mixed = mixed.unflatten(3, (queries, group)).permute(0, 2, 3, 1, 4, 5)
-    return mixed.reshape(count, blocks, queries, heads * size)
+        return only_listed(logits, self.draft_token_ids if self.config.draft_vocab_size is not None else None)

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sglang_ext.models.flexdraft.checkpoint import DRAFT_TOKENS, Checkpoint
+from sglang_ext.models.flexdraft.checkpoint import Checkpoint
+from sglang_ext.models.weights import DRAFT_TOKENS
 
 
 class _Layer:

@@ -1,4 +1,4 @@
-"""The training loss of FlexDraft: weighted cross-entropy over slots, without keeping full-vocabulary logits.
+"""The training loss: weighted cross-entropy over slots, without keeping full-vocabulary logits.
 
 Shape legend: R rows (valid slots of blocks), H hidden, C candidate tokens, r calibrator rank, K block size.
 """
@@ -16,7 +16,7 @@ CHUNK_ROWS = 256
 
 
 def slot_weights(block_size: int, gamma: float, device: torch.device | str = "cpu") -> Tensor:
-    """``[K-1]`` weights exp(-(j-1)/gamma) of slots j = 1..K-1 (FlexDraft section 6)."""
+    """``[K-1]`` weights exp(-(j-1)/gamma) of slots j = 1..K-1 (FlexDraft section 6, DFlare section 3)."""
     return torch.exp(-torch.arange(block_size - 1, dtype=torch.float32, device=device) / gamma)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-ALGORITHM_NAMES = ("FLEXDRAFT", "SCRIPTED")
+ALGORITHM_NAMES = ("FLEXDRAFT", "DFLARE", "SCRIPTED")
 """Names a user may type; each is registered even if the package cannot load."""
 
 

@@ -14,10 +14,11 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 from sglang_ext.core.config import OPTIONS_FLAG
 from sglang_ext.core.refusal import Refusal
 from sglang_ext.models.flexdraft.checkpoint import load_config
+from sglang_ext.models.tapped.checkpoint import load_config as load_tapped_config
 from sglang_ext.serving import request_hooks, streamed_text
 from sglang_ext.serving.plan import SpecPlan, locate_drafter, resolve_plan
 
-ALGORITHMS = ("FLEXDRAFT", "SCRIPTED")
+ALGORITHMS = ("FLEXDRAFT", "DFLARE", "SCRIPTED")
 ALIAS_HOOK = "sglang.srt.arg_groups.speculative_hook._resolve_speculative_algorithm_alias"
 DEFAULT_MAX_RUNNING_REQUESTS = 48
 
@@ -25,8 +26,9 @@ DEFAULT_MAX_RUNNING_REQUESTS = 48
 class PluginAlgorithm(CustomSpecAlgo):
     """One of our algorithms as the host sees it.
 
-    The stock base class lacks three methods its callers use; they are added here. Drafts read the target's own cache,
-    so there is no drafter KV pool to account for.
+    The stock base class lacks three methods its callers use; they are added here. To the host no algorithm of ours has
+    a drafter KV pool: FlexDraft reads the target's, and DFlare's own follows the target's slots without the host's help
+    (:mod:`sglang_ext.serving.drafter_pool`, which also has it counted in the host's memory budget).
     """
 
     def supports_target_verify_for_draft(self) -> bool:
@@ -34,7 +36,7 @@ class PluginAlgorithm(CustomSpecAlgo):
         return True
 
     def has_draft_kv(self) -> bool:
-        """FlexDraft keeps no drafter KV pool."""
+        """No drafter KV pool that the host would have to manage."""
         return False
 
     def carries_draft_hidden_states(self) -> bool:
@@ -118,6 +120,9 @@ def _unsupported(args: Any) -> list[tuple[str, bool, str]]:
         ("--enable-lora", bool(args.enable_lora) or bool(args.lora_paths), "merge the adapter into the target"),
         ("--enable-hierarchical-cache", bool(args.enable_hierarchical_cache), drop),
         ("--enable-pdmux", bool(args.enable_pdmux), drop),
+        *([("--enable-unified-memory", bool(args.enable_unified_memory), drop),
+           ("--enable-hisparse", bool(args.enable_hisparse), drop)]
+          if args.speculative_algorithm == "DFLARE" else []),
         ("--enable-mixed-chunk", bool(args.enable_mixed_chunk), drop),
         ("--enable-return-hidden-states", bool(args.enable_return_hidden_states), drop),
         ("--enable-watermark", bool(args.enable_watermark), drop),
@@ -148,7 +153,8 @@ def check_drafter(
 ) -> None:
     """Look at the drafter before the host does, whose reader would fail in words that name no flag (hook)."""
     if speculative_algorithm in ALGORITHMS and speculative_draft_model_path is not None:
-        load_config(locate_drafter(speculative_draft_model_path))
+        read = load_tapped_config if speculative_algorithm == "DFLARE" else load_config
+        read(locate_drafter(speculative_draft_model_path))
 
 
 def register() -> None:

@@ -7,16 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_ext.core.config import SpecOptions, load_options
+from sglang_ext.core.config import OPTIONS_FLAG, SpecOptions, load_options
 from sglang_ext.core.refusal import Refusal
+from sglang_ext.core.schedule import Mode
 from sglang_ext.models.files import read_json_object
 from sglang_ext.models.flexdraft import checkpoint
 from sglang_ext.models.flexdraft.config import FlexDraftConfig
 from sglang_ext.models.shipped import find_shipped
+from sglang_ext.models.tapped import checkpoint as tapped
+from sglang_ext.models.tapped.config import TappedConfig
 
 DRAFTER_FLAG = "--speculative-draft-model-path"
 BLOCK_FLAG = "--speculative-num-draft-tokens"
 SCRIPTED_BLOCK = 8
+DFLARE_TARGETS = ("LlamaForCausalLM", "Qwen3ForCausalLM", "GptOssForCausalLM")
+"""Architectures whose layers can be tapped while the host serves them."""
+
+_KINDS = {"flexdraft": "FlexDraft", "dflare": "DFlare or DFlash"}
 
 
 @dataclass(frozen=True)
@@ -24,7 +31,7 @@ class SpecPlan:
     """The resolved start-up decision of one server.
 
     Attributes:
-        algorithm: ``FLEXDRAFT`` or ``SCRIPTED``.
+        algorithm: ``FLEXDRAFT``, ``DFLARE`` (DFlare and DFlash drafters) or ``SCRIPTED``.
         drafter_path: folder of the drafter checkpoint; ``None`` for scripted drafters.
         block_size: K, rows of one draft block; at most K - 1 drafts are verified per step.
         options: the user's options with defaults filled in.
@@ -59,10 +66,52 @@ def resolve_plan(
         if size < 2:
             raise Refusal(f"{BLOCK_FLAG} is {size}", "at least 2 is allowed", "leave the flag out for the default")
         return SpecPlan(algorithm, None, size, spec_options)
-    folder = _drafter_folder(model_path, drafter_path)
+    if algorithm == "DFLARE":
+        return _dflare_plan(model_path, drafter_path, block_size, spec_options)
+    folder = _drafter_folder(model_path, drafter_path, "flexdraft")
     config, _ = checkpoint.load_config(folder)
     _check_target(config, model_path)
     return SpecPlan(algorithm, str(folder), _block_size(config, block_size, folder), spec_options)
+
+
+def _dflare_plan(model_path: str, drafter_path: str | None, block_size: int | None, options: SpecOptions) -> SpecPlan:
+    """Resolve the plan of a DFlare or DFlash drafter; which of the two it is, its tensors decide."""
+    if options.mode == Mode.PARALLEL.value:
+        raise Refusal(
+            f"{OPTIONS_FLAG}: mode is {options.mode!r} together with --speculative-algorithm dflare",
+            "a drafter with layers of its own never joins the target's pass: auto, sequential and plain are allowed",
+            'set "mode" to "sequential", or leave it out',
+        )
+    folder = _drafter_folder(model_path, drafter_path, "dflare")
+    config, _ = tapped.load_config(folder)
+    check_taps(config)
+    target_config = Path(model_path) / "config.json"
+    if target_config.is_file():  # a hub target is resolved by the host; the worker checks it once it is loaded
+        raw = read_json_object(target_config)
+        check_tapped_target((raw.get("architectures") or [None])[0])
+        tapped.validate_against_target(config, raw, Path(model_path), DRAFTER_FLAG)
+    return SpecPlan("DFLARE", str(folder), _block_size(config, block_size, folder), options)
+
+
+def check_taps(config: TappedConfig) -> None:
+    """Refuse taps that the host cannot hand out: it gives what enters a layer, and nothing follows the last one."""
+    last = config.num_target_layers - 2
+    if config.target_layer_ids[-1] > last:
+        raise Refusal(
+            f"the drafter taps target layers {list(config.target_layer_ids)}",
+            f"0 to {last} can be tapped while serving a target of {config.num_target_layers} layers",
+            f"{DRAFTER_FLAG} must name a drafter that does not tap the last layer",
+        )
+
+
+def check_tapped_target(architecture: str | None) -> None:
+    """Refuse a target whose layers cannot be tapped."""
+    if architecture not in DFLARE_TARGETS:
+        raise Refusal(
+            f"the target's architecture is {architecture}",
+            f"--speculative-algorithm dflare supports {', '.join(DFLARE_TARGETS)}",
+            "serve a supported target or drop the flag",
+        )
 
 
 def locate_drafter(name: str) -> Path:
@@ -75,15 +124,15 @@ def locate_drafter(name: str) -> Path:
     return folder if folder.is_dir() else _hub_folder(name)
 
 
-def _drafter_folder(model_path: str, drafter_path: str | None) -> Path:
+def _drafter_folder(model_path: str, drafter_path: str | None, method: str) -> Path:
     if drafter_path is not None:
         return locate_drafter(drafter_path)
-    shipped = find_shipped(Path(model_path)) if Path(model_path).is_dir() else None
+    shipped = find_shipped(Path(model_path), method=method) if Path(model_path).is_dir() else None
     if shipped is None:
         raise Refusal(
             f"no drafter was given and none is shipped for the target {model_path}",
-            f"{DRAFTER_FLAG} must name a FlexDraft checkpoint trained for this target",
-            "train one with `sglang-ext train flexdraft`, or serve the target that `sglang-ext prepare` builds",
+            f"{DRAFTER_FLAG} must name a {_KINDS[method]} checkpoint trained for this target",
+            f"train one with `sglang-ext train {method}`, or serve the target that `sglang-ext prepare` builds",
         )
     return shipped
 
@@ -113,7 +162,7 @@ def _check_target(config: FlexDraftConfig, model_path: str) -> None:
         checkpoint.validate_against_target(config, read_json_object(target_config), Path(model_path), DRAFTER_FLAG)
 
 
-def _block_size(config: FlexDraftConfig, asked: int | None, folder: Path) -> int:
+def _block_size(config: FlexDraftConfig | TappedConfig, asked: int | None, folder: Path) -> int:
     if asked is None:
         return config.block_size
     if not 2 <= asked <= config.block_size:

@@ -10,17 +10,25 @@ from sglang_ext.testing.scripts import SCRIPTS
 from sglang_ext.testing.server import Reply, Request, Server
 
 MODES = ("parallel", "sequential")
-SPECULATORS = (*SCRIPTS, *MODES)
-"""Everything that may draft: scripts of the scripted server, modes of the FlexDraft server."""
+DFLARE = "dflare"
+SPECULATORS = (*SCRIPTS, *MODES, DFLARE)
+"""Everything that may draft: scripts of the scripted server, modes of the FlexDraft server, the DFlare server."""
 
 ALWAYS_DRAFT = ("--speculative-adaptive-config", '{"adaptive": false}')
 """Flags of servers under test: mode ``auto`` would stop drafting as soon as a script's drafts do not pay."""
 
-FEW = ("oracle", "half", "parallel", "sequential")
-"""The speculators of laws that are dear: all right, half right, and both ways of the real one."""
+FEW = ("oracle", "half", "parallel", "sequential", DFLARE)
+"""The speculators of laws that are dear: all right, half right, and every way of the real ones."""
 
 Answers = Callable[[Sequence[Request]], list[Reply]]
 """Greedy answers of the plain server, remembered."""
+
+
+def server_of(name: str) -> str:
+    """Return which of the session's servers drafts the way ``name`` says."""
+    if name in SCRIPTS:
+        return "scripted"
+    return DFLARE if name == DFLARE else "flexdraft"
 
 
 @dataclass(frozen=True)
@@ -28,7 +36,7 @@ class Speculator:
     """One way of drafting on one server.
 
     Attributes:
-        name: a script or a mode.
+        name: a script, a mode, or ``dflare``.
         server: the server that drafts that way when asked to.
         block_size: K of that server.
     """
@@ -44,6 +52,9 @@ class Speculator:
         options: dict[str, object] = {"records": True} if records else {}
         if self.name in SCRIPTS:
             return request.speculative({"script": self.name, **options}, expected.ids)
+        if self.name == DFLARE:
+            # Verify every draft, so that wrong ones are put to the test too.
+            return request.speculative({"mode": "sequential", "pruning": "none", **options})
         return request.speculative({"mode": self.name, **options})
 
     def ask(self, requests: Sequence[Request], *, concurrency: int = 16, records: bool = False) -> list[Reply]:

@@ -1,7 +1,7 @@
-"""Servers of the black-box suite: three for the whole session, special ones where a law needs other flags.
+"""Servers of the black-box suite: four for the whole session, special ones where a law needs other flags.
 
-``plain``, ``scripted`` and ``flexdraft`` start together, and only those that the selected tests ask for. ``plain`` is
-the reference of everything; its greedy answers are asked for once and remembered.
+``plain``, ``scripted``, ``flexdraft`` and ``dflare`` start together, and only those that the selected tests ask for.
+``plain`` is the reference of everything; its greedy answers are asked for once and remembered.
 """
 
 from __future__ import annotations
@@ -13,11 +13,21 @@ from pathlib import Path
 import pytest
 
 from sglang_ext.testing.drafters import untrained_drafter
-from sglang_ext.testing.scripts import SCRIPTS
 from sglang_ext.testing.server import Reply, Request, Server, Starter
-from sglang_ext.testing.speculators import ALWAYS_DRAFT, SPECULATORS, Answers, Speculator, block_size
+from sglang_ext.testing.speculators import (
+    ALWAYS_DRAFT,
+    DFLARE,
+    SPECULATORS,
+    Answers,
+    Speculator,
+    block_size,
+    server_of,
+)
+from sglang_ext.testing.tapped_drafters import untrained_tapped_drafter
 
-SESSION_SERVERS = ("plain", "scripted", "flexdraft")
+SESSION_SERVERS = ("plain", "scripted", "flexdraft", DFLARE)
+COMMON_TOKEN = 28
+"""The comma of the default target, which an untrained drafter drafts."""
 QUICK_SPECULATORS = ("oracle", "parallel")
 """Ways of drafting that every run covers; with the others a law is marked slow."""
 LONG_LAWS = (
@@ -26,7 +36,7 @@ LONG_LAWS = (
     "test_hundredth_request_and_concurrency",
 )
 """Laws that take minutes each and are marked slow whatever drafts."""
-MORE_SERVERS = ("test_unusual_flags", "test_seeds", "test_small_families")
+MORE_SERVERS = ("test_unusual_flags", "test_seeds", "test_small_families", "test_dflare", "test_gpt_oss")
 """Modules that start further servers beside the session's, several GB each; marked slow."""
 
 
@@ -65,6 +75,18 @@ def drafter(pytestconfig: pytest.Config, target: Path, tmp_path_factory: pytest.
 
 
 @pytest.fixture(scope="session")
+def dflare_drafter(pytestconfig: pytest.Config, target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A DFlare or DFlash drafter for the target: the given one, the shipped one, or an untrained one."""
+    from sglang_ext.models.shipped import find_shipped
+
+    given = pytestconfig.getoption("--dflare-drafter")
+    if given is not None:
+        return Path(given)
+    shipped = find_shipped(target, method="dflare")
+    return shipped or untrained_tapped_drafter(target, tmp_path_factory.mktemp("dflare"), favourite=COMMON_TOKEN)
+
+
+@pytest.fixture(scope="session")
 def starter(pytestconfig: pytest.Config, target: Path, tmp_path_factory: pytest.TempPathFactory) -> Starter:
     """What special servers are started with."""
     return Starter(target, tmp_path_factory.mktemp("servers"), pytestconfig.getoption("--server-threads"))
@@ -83,17 +105,23 @@ def _running(pytestconfig: pytest.Config) -> dict[str, Server]:
 
 
 @pytest.fixture(scope="session")
-def session_servers(request: pytest.FixtureRequest, starter: Starter, drafter: Path) -> Iterator[dict[str, Server]]:
+def session_servers(
+    request: pytest.FixtureRequest, starter: Starter, drafter: Path, dflare_drafter: Path
+) -> Iterator[dict[str, Server]]:
     """The session's servers that any selected test needs, started together."""
     wanted = {name for item in request.session.items for name in item.fixturenames} & set(SESSION_SERVERS)
-    if any("speculator" in item.fixturenames for item in request.session.items):
-        wanted = set(SESSION_SERVERS)
+    for item in request.session.items:
+        if "speculator" in item.fixturenames:
+            wanted |= {"plain", server_of(item.callspec.params["speculator"])}
     running = _running(request.config)
     launches = {
         "plain": starter.launch(),
         "scripted": starter.launch("--speculative-algorithm", "scripted", *ALWAYS_DRAFT),
         "flexdraft": starter.launch(
             "--speculative-algorithm", "flexdraft", "--speculative-draft-model-path", str(drafter)
+        ),
+        DFLARE: starter.launch(
+            "--speculative-algorithm", "dflare", "--speculative-draft-model-path", str(dflare_drafter)
         ),
     }
     missing = {name: launch for name, launch in launches.items() if name in wanted - set(running)}
@@ -138,5 +166,5 @@ def speculator(
     request: pytest.FixtureRequest, session_servers: dict[str, Server], plain: Server, reference: Answers
 ) -> Speculator:
     """Every way of drafting in turn; ``indirect`` parametrisation selects some."""
-    server = session_servers["scripted" if request.param in SCRIPTS else "flexdraft"]
+    server = session_servers[server_of(request.param)]
     return Speculator(request.param, server, block_size(server), plain, reference)

@@ -20,6 +20,6 @@ def rope_tables(config: TappedConfig, length: int, device: torch.device | str = 
         max_position_embeddings=config.max_position_embeddings,
         rope_parameters=dict(config.rope),
     )
-    rotary = Qwen3RotaryEmbedding(hf_config, device="cpu")
+    rotary = Qwen3RotaryEmbedding(hf_config)
     cos, sin = rotary(torch.zeros(1), torch.arange(length)[None])
     return cos[0].to(device), sin[0].to(device)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sglang_ext.core.refusal import Refusal
 from sglang_ext.models.flexdraft import checkpoint
+from sglang_ext.models.tapped import checkpoint as tapped
 from sglang_ext.serving.drafters.base import Drafter
-from sglang_ext.serving.plan import DRAFTER_FLAG, SpecPlan
+from sglang_ext.serving.plan import DRAFTER_FLAG, SpecPlan, check_tapped_target, check_taps
 from sglang_ext.serving.profile import StepProfile
 
 SUPPORTED_TARGETS = ("LlamaForCausalLM", "Qwen3ForCausalLM")
@@ -21,6 +24,9 @@ def build_drafter(plan: SpecPlan, model_runner: Any, profile: StepProfile) -> Dr
         Refusal: the drafter does not fit the target, or the target's family is not supported.
     """
     architecture = type(model_runner.model).__name__
+    if plan.algorithm == "DFLARE":
+        check_tapped_target(architecture)
+        return _build_dflare(plan, model_runner, profile)
     if architecture not in SUPPORTED_TARGETS:
         raise Refusal(
             f"the target's architecture is {architecture}",
@@ -54,3 +60,38 @@ def _build_flexdraft(plan: SpecPlan, model_runner: Any, profile: StepProfile) ->
         )
     top_m = plan.options.draft_top_m if plan.options.acceptance == "rejection" else None
     return FlexDraftDrafter(model_runner, weights, attention, plan.block_size, top_m, profile)
+
+
+def _build_dflare(plan: SpecPlan, model_runner: Any, profile: StepProfile) -> Drafter:
+    from sglang_ext.models.tapped.rope import rope_tables
+    from sglang_ext.serving import drafter_pool
+    from sglang_ext.serving.drafters.dflare import DFlareDrafter
+    from sglang_ext.serving.drafters.dflare_attention import block_attention
+    from sglang_ext.serving.drafters.dflare_weights import DFlareWeights
+    from sglang_ext.serving.taps import TapRecorder
+
+    assert plan.drafter_path is not None
+    loaded = tapped.load(Path(plan.drafter_path))
+    config = loaded.config
+    tapped.validate_against_target(config, model_runner.model_config.hf_config.to_dict(), None, DRAFTER_FLAG)
+    check_taps(config)
+    dtype, device = model_runner.dtype, model_runner.device
+    rope = rope_tables(config, model_runner.model_config.context_len)
+    weights = DFlareWeights(config, loaded.tensors, dtype, device, rope)
+    pool = drafter_pool.DrafterPool(config.num_layers, config.num_key_value_heads, config.head_dim, dtype, device)
+    drafter_pool.charge(pool.bytes_per_token)
+    if config.mask_token_id is None:
+        mask = loaded.tensors["mask_embedding"].to(device=device, dtype=dtype)
+    else:
+        mask = model_runner.model.model.embed_tokens(torch.tensor([config.mask_token_id], device=device))[0]
+    return DFlareDrafter(
+        model_runner,
+        weights,
+        TapRecorder(model_runner.model, config.target_layer_ids, DRAFTER_FLAG),
+        pool,
+        block_attention(model_runner, pool, config.num_attention_heads // config.num_key_value_heads),
+        mask.detach().clone(),
+        plan.block_size,
+        plan.options.draft_top_m if plan.options.acceptance == "rejection" else None,
+        profile,
+    )

@@ -93,10 +93,12 @@ def _add_own_parsers(commands: Any) -> None:
 
 def _attach_groups(commands: Any) -> None:
     from demo import commands as demo_commands
+    from sglang_ext.ablation import commands as ablation_commands
     from sglang_ext.bench import commands as bench_commands
     from sglang_ext.training import commands as training_commands
 
     training_commands.add_parsers(commands)
+    ablation_commands.add_parsers(commands)
     bench_commands.add_parsers(commands)
     demo_commands.add_parsers(commands)
 

@@ -11,7 +11,7 @@ from sglang_ext.models.tapped import checkpoint as tapped
 from sglang_ext.models.tapped.config import TappedConfig
 from sglang_ext.models.weights import drafter_folder, tensor_files
 
-FLEXDRAFT = "flexdraft"
+FLEXDRAFT = FlexDraftConfig.METHOD
 
 
 def method_of_folder(path: str | Path) -> str:

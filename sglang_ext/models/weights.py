@@ -128,6 +128,7 @@ def refuse_other_vocabulary(digest: str | None, target_dir: str | Path | None, f
 
 
 def drafter_folder(path: str | Path) -> Path:
+    """Return ``path`` as a folder that exists; raises Refusal if it is none."""
     folder = Path(path)
     if not folder.is_dir():
         raise Refusal(

@@ -1,4 +1,4 @@
-"""Command line of this room: ``regenerate``, ``train flexdraft``, ``evaluate`` and ``export``."""
+"""Command line of this room: ``regenerate``, ``train``, ``evaluate`` and ``export``."""
 
 from __future__ import annotations
 
@@ -17,15 +17,23 @@ _TRAIN_HELP = {
     "data": "files written by `sglang-ext regenerate`",
     "out": "folder of the run: checkpoint, log, status, exports; an interrupted run there is continued",
     "block_size": "slots per block, the bonus token's included",
-    "num_layers": "target layers, counted from the last, that carry mask rows",
+    "num_layers": "layers of the drafter; FlexDraft: target layers, counted from the last, that carry mask rows",
+    "num_taps": "target layers whose outputs the drafter reads, spread over the target",
+    "intermediate_size": "width of the drafter's feed-forward parts; 0: the target's",
+    "context_projections": "separate: context has key and value matrices of its own; shared: the block's",
+    "mask_token_id": "unused token that masked slots enter as; -1: a learned embedding",
+    "start": "layers start from the target's behind their taps (spread), from its last ones (last), or random",
+    "gamma_start": "gamma at the start of the run, where --gamma is 0",
+    "gamma_end": "gamma at the end of the run, where --gamma is 0",
+    "tap_cache": "file that keeps the target's states, for further epochs and runs; see --dry-run for its size",
     "calibrator": "where the calibrator adds its output: hidden, vocabulary, or none",
     "calibrator_rank": "width of the calibrator's hidden layer",
     "optimizer": "adamw, or muon (per attention head, AdamW for the rest)",
-    "lr": "learning rate of the attention projections",
-    "lr_other": "learning rate of the mask embedding and the calibrator",
+    "lr": "learning rate of the layers",
+    "lr_other": "learning rate of everything else: mask embedding, calibrator, fusion, final norms",
     "warmup": "share of the run with rising learning rate",
     "grad_clip": "largest norm of the gradient",
-    "gamma": "slot j weighs exp(-(j-1)/gamma) in the loss",
+    "gamma": "slot j weighs exp(-(j-1)/gamma) in the loss; 0: gamma grows over the run",
     "blocks_per_step": "blocks per optimizer step",
     "anchors_per_sequence": "blocks taken from one response at a time",
     "frequent": "most frequent tokens that are always in the loss's softmax; 0: the whole vocabulary",
@@ -75,24 +83,38 @@ def _add_regenerate(subparsers: Any) -> None:
     parser.set_defaults(run=_regenerate)
 
 
+#: Which drafter each method trains, as the help puts it.
+_METHOD_HELP = {
+    "flexdraft": "train a FlexDraft drafter for a Llama or Qwen3 target",
+    "dflare": "train a DFlare drafter: layers of its own over taps of the target, fused by layer",
+    "dflash": "train a DFlash drafter: layers of its own over taps of the target, fused once",
+}
+
+
 def _add_train(subparsers: Any) -> None:
-    from sglang_ext.training.config import TrainConfig
+    from sglang_ext.training.config import CONFIGS
 
     methods = subparsers.add_parser("train", help="train a drafter").add_subparsers(dest="method", required=True)
-    parser = methods.add_parser("flexdraft", help="train a FlexDraft drafter for a Llama or Qwen3 target")
-    parser.add_argument("--config", metavar="FILE.json", help="JSON object of these options; flags override it")
-    for item in fields(TrainConfig):
+    for method, text in _METHOD_HELP.items():
+        parser = methods.add_parser(method, help=text)
+        parser.add_argument("--config", metavar="FILE.json", help="JSON object of these options; flags override it")
+        add_options(parser, CONFIGS[method])
+        parser.add_argument("--minutes", type=float, default=0.0, help="like --stop-at, counted from now")
+        parser.add_argument("--dry-run", action="store_true", help="print the bytes the run needs and stop")
+        parser.set_defaults(run=_train)
+
+
+def add_options(parser: argparse.ArgumentParser, kind: Any) -> None:
+    """One flag per field of a training configuration; only those given appear among the parsed arguments."""
+    for item in fields(kind):
         flag = f"--{item.name.replace('_', '-')}"
-        shown = "" if item.default is MISSING else f" (default {item.default})"
+        shown = "" if item.default is MISSING or item.default == "" else f" (default {item.default})"
         text = _TRAIN_HELP[item.name] + shown
         if item.name == "data":
             parser.add_argument(flag, nargs="+", default=argparse.SUPPRESS, help=text)
         else:
-            kind = {"int": int, "float": float, "str": str}[str(item.type)]
-            parser.add_argument(flag, type=kind, default=argparse.SUPPRESS, help=text)
-    parser.add_argument("--minutes", type=float, default=0.0, help="like --stop-at, counted from now")
-    parser.add_argument("--dry-run", action="store_true", help="print the bytes the run needs and stop")
-    parser.set_defaults(run=_train)
+            kind_of = {"int": int, "float": float, "str": str}[str(item.type)]
+            parser.add_argument(flag, type=kind_of, default=argparse.SUPPRESS, help=text)
 
 
 def _add_evaluate(subparsers: Any) -> None:
@@ -168,21 +190,22 @@ def _regenerate(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from sglang_ext.training.config import TrainConfig
+    from sglang_ext.training.config import CONFIGS
     from sglang_ext.training.export import PeriodicExport
     from sglang_ext.training.train import dry_run, train
 
-    names = [item.name for item in fields(TrainConfig)]
+    kind = CONFIGS[arguments.method]
+    names = [item.name for item in fields(kind)]
     given: dict[str, Any] = {name: value for name, value in vars(arguments).items() if name in names}
     if arguments.minutes:
         given["stop_at"] = time.time() + 60 * arguments.minutes
     if arguments.config:
-        base = TrainConfig.from_json(arguments.config)
+        base = kind.from_json(arguments.config)
         if "data" in given:
             given["data"] = tuple(given["data"])
         config = replace(base, **given)
     else:
-        config = TrainConfig.from_dict(given, "train flexdraft")
+        config = kind.from_dict(given, f"train {arguments.method}")
     if arguments.dry_run:
         print(dry_run(config))
         return 0
@@ -192,7 +215,8 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def _model(target_path: str, drafter: str) -> Any:
     from sglang_ext.models.target import Target
-    from sglang_ext.training.export import load_drafter, load_training_state, restore
+    from sglang_ext.training.export import load_training_state, restore
+    from sglang_ext.training.methods import load_drafter
     from sglang_ext.training.train import CHECKPOINT
 
     target = Target.load(target_path)
@@ -201,18 +225,8 @@ def _model(target_path: str, drafter: str) -> Any:
     return load_drafter(drafter, target)
 
 
-def _limited(records: list[Any], limit: int) -> list[Any]:
-    taken: dict[str, int] = {}
-    kept = []
-    for record in records:
-        taken[record.domain] = taken.get(record.domain, 0) + 1
-        if not limit or taken[record.domain] <= limit:
-            kept.append(record)
-    return kept
-
-
 def _evaluate(arguments: argparse.Namespace) -> int:
-    from sglang_ext.training.data import is_held_out, load_records
+    from sglang_ext.training.data import is_held_out, limited, load_records
     from sglang_ext.training.evaluate import evaluate, table
 
     _use_threads(arguments.threads)
@@ -224,14 +238,14 @@ def _evaluate(arguments: argparse.Namespace) -> int:
             "at least one is needed",
             "raise it, or leave it out to measure on all",
         )
-    print(table(evaluate(_model(arguments.target, arguments.drafter), _limited(chosen, arguments.limit))))
+    print(table(evaluate(_model(arguments.target, arguments.drafter), limited(chosen, arguments.limit))))
     return 0
 
 
 def _export(arguments: argparse.Namespace) -> int:
     from sglang_ext.models.card import CardFields
     from sglang_ext.models.target import Target
-    from sglang_ext.training.data import is_held_out, load_records
+    from sglang_ext.training.data import is_held_out, limited, load_records
     from sglang_ext.training.evaluate import evaluate, table
     from sglang_ext.training.export import (
         acceptance_rows,
@@ -259,7 +273,7 @@ def _export(arguments: argparse.Namespace) -> int:
         model = with_draft_tokens(model, ids)
     rows = []
     if arguments.acceptance:
-        found = evaluate(model, _limited(load_records(arguments.acceptance), arguments.limit))
+        found = evaluate(model, limited(load_records(arguments.acceptance), arguments.limit))
         print(table(found), file=sys.stderr)
         rows = [row for row in acceptance_rows(found) if row.dataset != "all"]
     info = provenance(config, state["step"], state["progress"], records)

@@ -7,12 +7,15 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 from sglang_ext.core.refusal import Refusal, refuse_unknown
 
 OPTIMIZERS = ("adamw", "muon")
 CALIBRATORS = ("hidden", "vocabulary", "none")
+PROJECTIONS = ("separate", "shared")
+STARTS = ("spread", "last", "random")
+
 #: The largest finite number: neither infinity nor a NaN is within it.
 _FINITE = sys.float_info.max
 #: Smallest and largest value of every number.
@@ -39,10 +42,12 @@ _LIMITS: dict[str, tuple[float, float]] = {
     "held_out_percent": (0, 99),
 }
 
+Config = TypeVar("Config", bound="TrainConfig")
+
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Everything that decides the numbers of a run.
+    """What decides the numbers of a run, whatever the method.
 
     ``steps`` fixes the length; ``steps`` 0 with ``stop_at`` (seconds since the epoch) fits the schedule to the clock.
     ``blocks_per_step`` is split into sequences of ``anchors_per_sequence`` blocks. ``frequent`` and ``drawn`` choose
@@ -51,19 +56,28 @@ class TrainConfig:
     ``start_from`` is the folder of an exported drafter of the same sizes whose weights are trained further.
     """
 
+    METHOD: ClassVar[str]
+    #: Allowed values of the options that are a choice.
+    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {"optimizer": OPTIMIZERS}
+    #: Options that may differ when a run is continued.
+    CHANGEABLE: ClassVar[tuple[str, ...]] = (
+        "steps",
+        "stop_at",
+        "checkpoint_seconds",
+        "export_seconds",
+        "threads",
+        "out",
+    )
+
     target: str
     data: tuple[str, ...]
     out: str
     block_size: int = 8
-    num_layers: int = 8
-    calibrator: str = "hidden"
-    calibrator_rank: int = 1024
     optimizer: str = "adamw"
     lr: float = 1e-3
     lr_other: float = 1e-3
     warmup: float = 0.04
     grad_clip: float = 1.0
-    gamma: float = 4.0
     blocks_per_step: int = 256
     anchors_per_sequence: int = 16
     frequent: int = 8192
@@ -79,12 +93,13 @@ class TrainConfig:
     start_from: str = ""
 
     def __post_init__(self) -> None:
-        for name, allowed in (("optimizer", OPTIMIZERS), ("calibrator", CALIBRATORS)):
+        for name, allowed in self.CHOICES.items():
             value = asdict(self)[name]
             if value not in allowed:
-                raise Refusal(f"--{name} {value}", f"one of {', '.join(allowed)}", "choose one of them")
+                flag = f"--{name.replace('_', '-')}"
+                raise Refusal(f"{flag} {value}", f"one of {', '.join(allowed)}", "choose one of them")
         for name, (low, high) in _LIMITS.items():
-            if not low <= vars(self)[name] <= high:
+            if name in vars(self) and not low <= vars(self)[name] <= high:
                 allowed_numbers = f"at least {low:g}" if high == _FINITE else f"from {low:g} to {high:g}"
                 raise Refusal(f"--{name.replace('_', '-')} {vars(self)[name]}", allowed_numbers, "correct the number")
         share = self.anchors_per_sequence * self.workers
@@ -102,7 +117,7 @@ class TrainConfig:
             )
 
     @classmethod
-    def from_dict(cls, given: Mapping[str, Any], where: str) -> TrainConfig:
+    def from_dict(cls: type[Config], given: Mapping[str, Any], where: str) -> Config:
         """Build from parsed JSON, strictly.
 
         Raises:
@@ -128,8 +143,8 @@ class TrainConfig:
         return cls(**values)
 
     @classmethod
-    def from_json(cls, path: str | Path) -> TrainConfig:
-        """Read a JSON file of :class:`TrainConfig` fields."""
+    def from_json(cls: type[Config], path: str | Path) -> Config:
+        """Read a JSON file of these fields."""
         try:
             given = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
@@ -139,3 +154,75 @@ class TrainConfig:
         if not isinstance(given, dict):
             raise Refusal(f"--config {path} holds a {type(given).__name__}", "a JSON object", "correct the file")
         return cls.from_dict(given, f"--config {path}")
+
+
+@dataclass(frozen=True)
+class FlexDraftTrainConfig(TrainConfig):
+    """FlexDraft: how many deep target layers carry mask rows, and the calibrator (FlexDraft section 6)."""
+
+    METHOD = "flexdraft"
+    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {**TrainConfig.CHOICES, "calibrator": CALIBRATORS}
+
+    num_layers: int = 8
+    calibrator: str = "hidden"
+    calibrator_rank: int = 1024
+    gamma: float = 4.0
+
+
+@dataclass(frozen=True)
+class TappedTrainConfig(TrainConfig):
+    """Drafters over taps: their size, where their weights start, and how far the loss reaches into a block.
+
+    ``gamma`` above 0 is kept throughout; 0 lets it grow from ``gamma_start`` to ``gamma_end`` over the run.
+    ``intermediate_size`` 0 means the target's. ``mask_token_id`` -1 means a learned embedding. ``tap_cache`` names a
+    file that keeps the taps of every response it has met, for other epochs and other runs.
+    """
+
+    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
+        **TrainConfig.CHOICES,
+        "context_projections": PROJECTIONS,
+        "start": STARTS,
+    }
+    CHANGEABLE: ClassVar[tuple[str, ...]] = (*TrainConfig.CHANGEABLE, "tap_cache")
+
+    num_layers: int = 3
+    num_taps: int = 5
+    intermediate_size: int = 0
+    context_projections: str = "separate"
+    mask_token_id: int = -1
+    start: str = "spread"
+    gamma: float = 0.0
+    gamma_start: float = 2.25
+    gamma_end: float = 5.25
+    tap_cache: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gamma < 0 or min(self.gamma_start, self.gamma_end) <= 0:
+            raise Refusal(
+                f"--gamma {self.gamma}, --gamma-start {self.gamma_start}, --gamma-end {self.gamma_end}",
+                "the first is 0 or positive, the others are positive",
+                "correct them",
+            )
+
+
+@dataclass(frozen=True)
+class DFlareTrainConfig(TappedTrainConfig):
+    """DFlare: fusion by layer, separate context projections, growing gamma (DFlare section 4)."""
+
+    METHOD = "dflare"
+
+
+@dataclass(frozen=True)
+class DFlashTrainConfig(TappedTrainConfig):
+    """DFlash: one fusion, shared projections, fixed gamma (DFlash section 4)."""
+
+    METHOD = "dflash"
+
+    context_projections: str = "shared"
+    gamma: float = 4.0
+
+
+CONFIGS: dict[str, type[TrainConfig]] = {
+    kind.METHOD: kind for kind in (FlexDraftTrainConfig, DFlareTrainConfig, DFlashTrainConfig)
+}

@@ -4,7 +4,8 @@ An *anchor* p is the last accepted position of a block: the bonus token is x[p+1
 x[p+1+j] (FlexDraft section 6). Anchors are those whose bonus token belongs to the assistant's response and that
 have at least one label, so the loss covers response tokens only.
 
-Shape legend: N sequences, A anchors per sequence, K block size, S clean keys.
+The context of a block ends at p, whatever the method: the states of the bonus token do not exist yet when it is drafted
+from. Shape legend: N sequences, A anchors per sequence, K block size.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sglang_ext.core.refusal import Refusal
-from sglang_ext.models.flexdraft.model import BlockContext
 from sglang_ext.models.target import Target
 
 
@@ -80,6 +81,17 @@ def load_records(paths: Sequence[str | Path]) -> list[Record]:
             "regenerate with a larger max_new_tokens",
         )
     return list(records.values())
+
+
+def limited(records: Sequence[Record], limit: int) -> list[Record]:
+    """At most ``limit`` records of each domain, the first ones; 0 keeps all."""
+    taken: dict[str, int] = {}
+    kept = []
+    for record in records:
+        taken[record.domain] = taken.get(record.domain, 0) + 1
+        if not limit or taken[record.domain] <= limit:
+            kept.append(record)
+    return kept
 
 
 def refuse_foreign_tokens(records: Sequence[Record], vocab_size: int) -> None:
@@ -164,68 +176,38 @@ class Schedule:
         return result
 
 
-class StateStore:
-    """Keys and values of the target's last D layers for any record: from the regenerated file, or computed."""
+class ContextStore(ABC):
+    """Where a method finds what blocks look at: states of the frozen target for any record."""
 
-    def __init__(self, target: Target, num_layers: int) -> None:
-        self.target, self.num_layers = target, num_layers
-        self._maps: dict[str, np.memmap] = {}
+    target: Target
 
-    def read(self, record: Record) -> Tensor:
-        """``[D, 2, Hkv, S, head_dim]`` for positions 0..S-1, S = tokens - 1."""
-        if record.states is None:
-            return self._compute(record)
-        name, offset, size, layers, rows = record.states
-        if layers < self.num_layers:
-            raise Refusal(
-                f"{name} keeps {layers} layers",
-                f"the drafter has {self.num_layers}",
-                "regenerate with more state layers",
-            )
-        if name not in self._maps or offset + size > self._maps[name].shape[0]:
-            self._maps[name] = np.memmap(name, dtype=np.uint8, mode="r")
-        shape = self.target.shape
-        flat = torch.from_numpy(np.array(self._maps[name][offset : offset + size])).view(self.target.dtype)
-        return flat.view(layers, 2, shape.num_key_value_heads, rows, shape.head_dim)[-self.num_layers :]
+    @abstractmethod
+    def context(self, records: Sequence[Record], chunks: Sequence[Chunk], anchors: Tensor, bonus_ids: Tensor) -> Any:
+        """What the method's module takes for these chunks of equal size; ``anchors`` and ``bonus_ids`` are ``[N, A]``.
 
-    def _compute(self, record: Record) -> Tensor:
-        kept: list[Tensor] = []
-
-        def keep(index: int, _hidden: Tensor, keys: Tensor, values: Tensor) -> None:
-            if index >= self.target.shape.num_layers - self.num_layers:
-                kept.append(torch.stack((keys[0].transpose(0, 1), values[0].transpose(0, 1))))
-
-        self.target.prefill(torch.tensor([record.token_ids[:-1]], device=self.target.device), keep)
-        return torch.stack(kept)
+        Rows are padded on the right; padding lies past every anchor.
+        """
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Blocks of N sequences with their labels ``[N, A, K-1]``."""
+    """Blocks of N sequences with their labels ``[N, A, K-1]``; ``context`` is what the method's module takes."""
 
-    context: BlockContext
+    context: Any
     labels: Tensor
     valid: Tensor
 
 
-def collate(store: StateStore, records: Sequence[Record], chunks: Sequence[Chunk], block_size: int) -> Batch:
-    """Bring chunks of equal size into one padded batch; padding lies past every anchor."""
+def collate(store: ContextStore, records: Sequence[Record], chunks: Sequence[Chunk], block_size: int) -> Batch:
+    """Bring chunks of equal size into one batch."""
     device = store.target.device
-    span = max(max(chunk.anchors) for chunk in chunks) + 1
-    shape = store.target.shape
-    states = torch.zeros(
-        store.num_layers, 2, len(chunks), shape.num_key_value_heads, span, shape.head_dim, dtype=store.target.dtype
-    )
     labels, valid, bonus = [], [], []
-    for row, chunk in enumerate(chunks):
+    for chunk in chunks:
         record = records[chunk.record]
-        known = store.read(record)[:, :, :, :span]
-        states[:, :, row, :, : known.shape[3]] = known
         label, mask = labels_of(record, chunk.anchors, block_size)
         labels.append(label)
         valid.append(mask)
         bonus.append(torch.tensor([record.token_ids[anchor + 1] for anchor in chunk.anchors]))
-    states = states.to(device)
     anchors = torch.tensor([chunk.anchors for chunk in chunks], device=device)
-    context = BlockContext(list(states[:, 0]), list(states[:, 1]), anchors, torch.stack(bonus).to(device))
+    context = store.context(records, chunks, anchors, torch.stack(bonus).to(device))
     return Batch(context, torch.stack(labels).to(device), torch.stack(valid).to(device))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +12,33 @@ import torch
 
 from sglang_ext.core.refusal import Refusal
 from sglang_ext.models.card import AcceptanceRow, CardFields
-from sglang_ext.models.flexdraft import checkpoint
-from sglang_ext.models.flexdraft.model import FlexDraftModel
 from sglang_ext.models.target import Target
-from sglang_ext.models.weights import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE
+from sglang_ext.models.weights import CARD_FILE, CONFIG_FILE, DRAFT_TOKENS, WEIGHTS_FILE
 from sglang_ext.training.config import TrainConfig
 from sglang_ext.training.data import Record, is_held_out
 from sglang_ext.training.evaluate import Acceptance, evaluate
+from sglang_ext.training.methods import method_of
 from sglang_ext.training.state import read_state
-from sglang_ext.training.train import CHECKPOINT, Trainer, build_model
+from sglang_ext.training.train import CHECKPOINT, Trainer, build_model, saved_config
 
+#: Options of a run that its drafter's card repeats.
+SETTINGS = (
+    "optimizer",
+    "lr",
+    "lr_other",
+    "gamma",
+    "gamma_start",
+    "gamma_end",
+    "start",
+    "blocks_per_step",
+    "anchors_per_sequence",
+    "frequent",
+    "drawn",
+)
 LATEST = "export-latest"
 #: All that a drafter's folder holds, and so all that writing one may replace.
 DRAFTER_FILES = (CONFIG_FILE, WEIGHTS_FILE, CARD_FILE)
 METHOD = "offline replay of greedy decoding on the target's own responses"
-
-
-def load_drafter(path: str | Path, target: Target) -> FlexDraftModel:
-    """A model with the weights of an exported drafter folder."""
-    saved = checkpoint.load(path)
-    model = FlexDraftModel(target, saved.config)
-    model.load_state_dict(saved.tensors)
-    return model
 
 
 def load_training_state(out: str | Path) -> tuple[TrainConfig, dict[str, Any]]:
@@ -49,20 +53,20 @@ def load_training_state(out: str | Path) -> tuple[TrainConfig, dict[str, Any]]:
             f"{path} does not exist", "a run that has written a checkpoint", "train first or correct the path"
         )
     state = read_state(path)
-    return TrainConfig.from_dict(state["config"], str(path)), state
+    return saved_config(state, str(path)), state
 
 
-def restore(target: Target, config: TrainConfig, state: Mapping[str, Any]) -> FlexDraftModel:
+def restore(target: Target, config: TrainConfig, state: Mapping[str, Any]) -> Any:
     """The model of a training checkpoint."""
     model = build_model(target, config)
     model.load_state_dict(state["model"])
     return model
 
 
-def with_draft_tokens(model: FlexDraftModel, ids: torch.Tensor) -> FlexDraftModel:
+def with_draft_tokens(model: Any, ids: torch.Tensor) -> Any:
     """The same drafter, proposing only the tokens ``ids [R]`` (sorted)."""
-    short = FlexDraftModel(model.target, replace(model.config, draft_vocab_size=len(ids)))
-    short.load_state_dict({**model.state_dict(), checkpoint.DRAFT_TOKENS: ids.to(torch.int32)})
+    short = method_of(model).short(model, len(ids))
+    short.load_state_dict({**model.state_dict(), DRAFT_TOKENS: ids.to(torch.int32)})
     return short
 
 
@@ -87,7 +91,6 @@ def provenance(config: TrainConfig, steps: int, progress: float, records: Sequen
     domains: dict[str, int] = {}
     for record in used:
         domains[record.domain] = domains.get(record.domain, 0) + 1
-    settings = ("optimizer", "lr", "lr_other", "gamma", "blocks_per_step", "anchors_per_sequence", "frequent", "drawn")
     return {
         "responses": domains,
         "response_tokens": sum(len(record.token_ids) - record.prompt_length for record in used),
@@ -95,7 +98,7 @@ def provenance(config: TrainConfig, steps: int, progress: float, records: Sequen
         "steps": steps,
         "blocks": steps * config.blocks_per_step,
         "schedule_done": round(progress, 4),
-        "settings": {name: value for name, value in vars(config).items() if name in settings},
+        "settings": {name: value for name, value in vars(config).items() if name in SETTINGS},
     }
 
 
@@ -116,7 +119,7 @@ def refuse_to_replace(path: str | Path) -> None:
         )
 
 
-def write_drafter(path: str | Path, model: FlexDraftModel, fields: CardFields) -> Path:
+def write_drafter(path: str | Path, model: Any, fields: CardFields) -> Path:
     """Write a drafter folder in bf16; an older drafter there is replaced only when the new one is complete.
 
     Raises:
@@ -129,7 +132,7 @@ def write_drafter(path: str | Path, model: FlexDraftModel, fields: CardFields) -
         name: tensor.detach().to(torch.bfloat16) if tensor.is_floating_point() else tensor
         for name, tensor in model.state_dict().items()
     }
-    checkpoint.save(fresh, model.config, tensors, model.target.hf_config, fields)
+    method_of(model).save(fresh, model, tensors, fields)
     old = final.with_name(f"{final.name}.old.{os.getpid()}")
     if final.exists():
         final.rename(old)
@@ -147,7 +150,7 @@ class PeriodicExport:
 
     def __call__(self, trainer: Trainer) -> None:
         held_out = [record for record in trainer.held_out if record.domain == "gsm8k"] or trainer.held_out
-        found = evaluate(trainer.model, held_out[: self.evaluated]) if held_out else {}
+        found = evaluate(trainer.model, held_out[: self.evaluated], trainer.store) if held_out else {}
         info = provenance(trainer.config, trainer.step_number, trainer.progress, trainer.records)
         rows = [row for row in acceptance_rows(found) if row.dataset != "all"]
         write_drafter(self.out / LATEST, trainer.model, CardFields(info, rows))

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sglang_ext.models.flexdraft.model import FlexDraftModel
-
 #: Quintic Newton-Schulz coefficients of the published Muon optimizer.
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 _ROUNDS = 5
@@ -33,18 +31,22 @@ def orthogonalise(matrices: Tensor) -> Tensor:
 
 
 class HeadMuon:
-    """Muon on the drafter's q/k/v/o matrices, one head at a time: each head is a ``[head_dim, H]`` matrix.
+    """Muon on the drafter's attention matrices, one head at a time: each head is a ``[head_dim, H]`` matrix.
 
     The step is scaled by 0.2 * sqrt(H), which gives it the size of an AdamW step of the same learning rate.
     """
 
-    def __init__(self, model: FlexDraftModel, momentum: float = 0.95) -> None:
+    def __init__(self, model: Any, momentum: float = 0.95) -> None:
         self.momentum, self.head_dim = momentum, model.config.head_dim
         self.inputs: list[nn.Parameter] = []
         self.outputs: list[nn.Parameter] = []
         for layer in model.layers:
             attention = layer.self_attn
-            self.inputs += [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
+            self.inputs += [
+                parameter
+                for name, parameter in attention.named_parameters()
+                if name.startswith(("q_proj", "k_proj", "v_proj"))
+            ]
             self.outputs.append(attention.o_proj.weight)
         self.buffers = [torch.zeros_like(parameter) for parameter in self.parameters]
 
@@ -77,7 +79,7 @@ class HeadMuon:
 class Optimizer:
     """The optimizer of a run; ``step(scale)`` multiplies every learning rate by ``scale``."""
 
-    def __init__(self, model: FlexDraftModel, kind: str, lr: float, lr_other: float) -> None:
+    def __init__(self, model: Any, kind: str, lr: float, lr_other: float) -> None:
         self.lr = lr
         self.muon = HeadMuon(model) if kind == "muon" else None
         attention = {id(parameter) for layer in model.layers for parameter in layer.parameters()}

@@ -1,4 +1,4 @@
-"""Training a FlexDraft drafter: the loop, its checkpoints and its log (FlexDraft section 6).
+"""Training a drafter, whatever its method: the loop, its checkpoints and its log (FlexDraft section 6).
 
 Every random choice is a function of (seed, step), and the fraction of the schedule done at each step is written to the
 log, so a run that is killed and resumed gives the same weights to the bit as one that was not.
@@ -12,8 +12,8 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,35 +22,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sglang_ext.core.refusal import Refusal
-from sglang_ext.models.flexdraft import checkpoint as drafter_files
-from sglang_ext.models.flexdraft.config import FlexDraftConfig
-from sglang_ext.models.flexdraft.model import FlexDraftModel
-from sglang_ext.models.loss import (
-    candidate_cross_entropy,
-    draw_candidates,
-    leading_matches,
-    slot_weights,
-)
+from sglang_ext.models.loss import candidate_cross_entropy, draw_candidates, leading_matches, slot_weights
 from sglang_ext.models.target import Target
-from sglang_ext.models.vocabulary import vocabulary_digest
-from sglang_ext.training.config import TrainConfig
-from sglang_ext.training.data import (
-    Batch,
-    Record,
-    Schedule,
-    StateStore,
-    collate,
-    is_held_out,
-    load_records,
-    refuse_foreign_tokens,
-)
+from sglang_ext.training.config import CONFIGS, TrainConfig
+from sglang_ext.training.data import Batch, Record, Schedule, collate, is_held_out, load_records, refuse_foreign_tokens
+from sglang_ext.training.methods import load_drafter, method_for
 from sglang_ext.training.optimizer import Optimizer, learning_scale
 from sglang_ext.training.state import read_state
 
 CHECKPOINT = "checkpoint.pt"
 LOG = "log.jsonl"
 STATUS = "STATUS.txt"
-DEFAULTS = {item.name: item.default for item in fields(TrainConfig)}
+_TAPPED_SIZES = "--num-layers, --num-taps, --intermediate-size, --context-projections"
+_SIZES = {
+    "flexdraft": "--num-layers, --calibrator, --calibrator-rank",
+    "dflare": _TAPPED_SIZES,
+    "dflash": _TAPPED_SIZES,
+}
 
 
 @dataclass(frozen=True)
@@ -63,56 +51,35 @@ class StepResult:
     grad_norm: float
 
 
-def build_model(target: Target, config: TrainConfig) -> FlexDraftModel:
-    """A new drafter, the same for the same seed."""
+def build_model(target: Target, config: TrainConfig) -> Any:
+    """A new drafter of the run's method, the same for the same seed."""
     torch.manual_seed(config.seed)
-    has_tokenizer = (Path(config.target) / "tokenizer.json").is_file()
-    drafter = FlexDraftConfig.for_target(
-        target.hf_config,
-        num_layers=config.num_layers,
-        block_size=config.block_size,
-        calibrator=config.calibrator,
-        calibrator_rank=config.calibrator_rank if config.calibrator != "none" else 0,
-        target_name=Path(config.target).name or None,
-        vocabulary_digest=vocabulary_digest(config.target) if has_tokenizer else None,
-    )
-    return FlexDraftModel(target, drafter)
+    return method_for(config).new_model(target, config)
 
 
-@torch.no_grad()
-def start_mask_embedding(model: FlexDraftModel, records: Sequence[Record], count: int = 8) -> None:
-    """Set the mask embedding to the mean hidden state of response rows at the input of layer s."""
-    total, rows = torch.zeros(model.config.hidden_size), 0
-    for record in records[:count]:
-        kept: list[Tensor] = []
-
-        def keep(index: int, hidden: Tensor, _k: Tensor, _v: Tensor, kept: list[Tensor] = kept) -> None:
-            if index == model.config.split:
-                kept.append(hidden[0])
-
-        model.target.prefill(torch.tensor([record.token_ids], device=model.target.device), keep)
-        part = kept[0][record.prompt_length :].float().cpu()
-        total, rows = total + part.sum(0), rows + len(part)
-    model.mask_embedding.copy_(total / rows)
-
-
-def start_from(model: FlexDraftModel, folder: str) -> None:
+def start_from(model: Any, folder: str) -> None:
     """Begin with the weights of an exported drafter.
 
     Raises:
-        Refusal: if the folder is no drafter, or one of other sizes.
+        Refusal: if the folder is no drafter, or one of another method or other sizes.
     """
-    saved = drafter_files.load(folder)
-    wanted = drafter_files.expected_shapes(model.config)
-    for name, shape in sorted(wanted.items()):
-        found = tuple(saved.tensors[name].shape) if name in saved.tensors else None
-        if found != shape:
+    saved = load_drafter(folder, model.target)
+    if saved.config.METHOD != model.config.METHOD:
+        raise Refusal(
+            f"--start-from {folder} holds a {saved.config.METHOD} drafter",
+            f"a {model.config.METHOD} drafter is being trained",
+            f"train it with `sglang-ext train {saved.config.METHOD}`",
+        )
+    found = saved.state_dict()
+    for name, wanted in sorted(model.state_dict().items()):
+        shape = tuple(found[name].shape) if name in found else None
+        if shape != tuple(wanted.shape):
             raise Refusal(
-                f"--start-from {folder} has {name} of shape {found}",
-                f"the drafter to train has {shape}",
-                "give the sizes it was trained with (--num-layers, --calibrator, --calibrator-rank)",
+                f"--start-from {folder} has {name} of shape {shape}",
+                f"the drafter to train has {tuple(wanted.shape)}",
+                f"give the sizes it was trained with ({_SIZES[model.config.METHOD]})",
             )
-    model.load_state_dict({name: saved.tensors[name].float() for name in wanted})
+    model.load_state_dict({name: found[name] for name in model.state_dict()})
 
 
 def frequent_tokens(records: Sequence[Record], count: int, vocab_size: int) -> Tensor:
@@ -136,31 +103,35 @@ class Trainer:
         refuse_foreign_tokens(records, target.shape.vocab_size)
         if not self.records:
             raise Refusal(f"{len(records)} rows, all held out", "at least one row to train on", "add rows to --data")
+        self.method = method_for(config)
         self.model = build_model(target, config)
-        self.store = StateStore(target, config.num_layers)
+        self.store = self.method.store(self.model, config)
         self.optimizer = Optimizer(self.model, config.optimizer, config.lr, config.lr_other)
         self.chunks_per_step = config.blocks_per_step // config.anchors_per_sequence
         self.schedule = Schedule(self.records, self.chunks_per_step, config.anchors_per_sequence, config.seed)
         self.frequent = frequent_tokens(self.records, config.frequent, target.shape.vocab_size)
         self.frequent_head = target.head[self.frequent]
-        self.weights = slot_weights(config.block_size, config.gamma)
         self.step_number, self.progress = 0, 0.0
 
     @property
     def records_digest(self) -> str:
         return hashlib.sha256("\n".join(record.key for record in self.records).encode()).hexdigest()
 
-    def batch(self, step: int) -> tuple[Batch, float]:
+    def slot_weights(self, progress: float) -> Tensor:
+        """``[K-1]`` at schedule fraction ``progress``."""
+        return slot_weights(self.config.block_size, self.method.gamma(self.config, progress), self.target.device)
+
+    def batch(self, step: int, weights: Tensor) -> tuple[Batch, float]:
         """This process's blocks of a step, and the sum of slot weights over the blocks of all processes."""
         chunks = self.schedule.at(step)
         total = 0.0
         for chunk in chunks:
             room = torch.tensor([len(self.records[chunk.record].token_ids) - anchor - 2 for anchor in chunk.anchors])
-            total += float((self.weights * (torch.arange(len(self.weights)) < room[:, None])).sum())
+            total += float((weights * (torch.arange(len(weights)) < room[:, None])).sum())
         mine = chunks[self.rank :: self.config.workers]
         return collate(self.store, self.records, mine, self.config.block_size), total
 
-    def loss(self, batch: Batch, total: float, seed: int) -> tuple[Tensor, Tensor]:
+    def loss(self, batch: Batch, weights: Tensor, total: float, seed: int) -> tuple[Tensor, Tensor]:
         """The step's loss (this process's part) and which slots ``[N, A, K-1]`` were right."""
         model, valid = self.model, batch.valid
         hidden, low = model.head_inputs(model(batch.context), batch.context.bonus_ids)
@@ -174,9 +145,14 @@ class Trainer:
             last = model.anchor_bias_mlp[2]
             low, low_weight = low[valid], last.weight.to(self.target.dtype)[candidates.ids]
             bias = bias + last.bias[candidates.ids]
-        weights = self.weights.expand_as(valid)[valid] / total
         loss, _, correct = candidate_cross_entropy(
-            hidden[valid], head, bias, candidates.index(labels), weights, low, low_weight
+            hidden[valid],
+            head,
+            bias,
+            candidates.index(labels),
+            weights.expand_as(valid)[valid] / total,
+            low,
+            low_weight,
         )
         right = torch.zeros_like(valid)
         right[valid] = correct
@@ -184,9 +160,10 @@ class Trainer:
 
     def step(self, progress: float) -> StepResult:
         """One optimizer step at schedule fraction ``progress``."""
-        batch, total = self.batch(self.step_number)
+        weights = self.slot_weights(progress)
+        batch, total = self.batch(self.step_number, weights)
         self.model.zero_grad(set_to_none=True)
-        loss, right = self.loss(batch, total, self.config.seed * 1_000_003 + self.step_number * 64 + self.rank)
+        loss, right = self.loss(batch, weights, total, self.config.seed * 1_000_003 + self.step_number * 64 + self.rank)
         loss.backward()
         measured = torch.stack(
             [loss.detach(), (1 + leading_matches(right, batch.valid)).float().mean()]
@@ -215,6 +192,7 @@ class Trainer:
             "progress": self.progress,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "method": self.config.METHOD,
             "config": asdict(self.config),
             "records": self.records_digest,
         }
@@ -225,14 +203,21 @@ class Trainer:
             raise Refusal(
                 f"{where} was made from other rows", "the same --data files", "restore them or use a new --out"
             )
-        changeable = {"steps", "stop_at", "checkpoint_seconds", "export_seconds", "threads", "out"}
+        made_by = saved_config(state, str(where))
+        if made_by.METHOD != self.config.METHOD:
+            raise Refusal(f"{where} is a {made_by.METHOD} run", f"not one of {self.config.METHOD}", "use a new --out")
         for name, value in asdict(self.config).items():
-            before = state["config"].get(name, DEFAULTS[name])  # an option newer than the checkpoint
-            if name not in changeable and before != value:
+            before = vars(made_by)[name]
+            if name not in self.config.CHANGEABLE and before != value:
                 raise Refusal(f"--{name.replace('_', '-')} {value}", f"{where} has {before}", "use a new --out")
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step_number, self.progress = state["step"], state["progress"]
+
+
+def saved_config(state: Mapping[str, Any], where: str) -> TrainConfig:
+    """The configuration inside a checkpoint; one that names no method is FlexDraft's, which was the first."""
+    return CONFIGS[state.get("method", "flexdraft")].from_dict(state["config"], where)
 
 
 def save_atomically(path: Path, state: dict[str, Any]) -> None:
@@ -355,7 +340,7 @@ def _worker(rank: int, config: TrainConfig, export: Callable[[Trainer], None] | 
     elif config.start_from:
         start_from(trainer.model, config.start_from)
     else:
-        start_mask_embedding(trainer.model, trainer.records)
+        trainer.method.begin(trainer.model, config, trainer.records)
     Run(trainer, out, export).execute()
     if config.workers > 1:
         dist.barrier()
@@ -382,8 +367,7 @@ def dry_run(config: TrainConfig) -> str:
     target, records = Target.load(config.target), load_records(config.data)
     model = build_model(target, config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    size, shape = target.embedding.element_size(), target.shape
-    row = 2 * config.num_layers * shape.num_key_value_heads * shape.head_dim * size
+    row = method_for(config).state_bytes(target, config)
     tokens = sum(len(record.token_ids) - 1 for record in records)
     kept = sum(record.states is not None for record in records)
     longest = max(len(record.token_ids) for record in records)

@@ -14,7 +14,8 @@ from sglang_ext.core.refusal import Refusal
 from sglang_ext.models.flexdraft.config import FlexDraftConfig
 from sglang_ext.models.flexdraft.model import FlexDraftModel
 from sglang_ext.models.target import Target, apply_rope, rms_norm
-from sglang_ext.training.data import Chunk, Record, Schedule, StateStore, collate, epoch_chunks, labels_of, load_records
+from sglang_ext.training.data import Chunk, Record, Schedule, collate, epoch_chunks, labels_of, load_records
+from sglang_ext.training.flexdraft import StateStore
 from tests.training.tiny_targets import EOS, random_rows, write_rows
 
 BLOCK = 4

@@ -10,7 +10,8 @@ import torch
 
 from sglang_ext.core.refusal import Refusal
 from sglang_ext.models.target import Target
-from sglang_ext.training.data import StateStore, load_records
+from sglang_ext.training.data import load_records
+from sglang_ext.training.flexdraft import StateStore
 from sglang_ext.training.prompts import PromptSource, interleave, read_source
 from sglang_ext.training.regenerate import RegenerateConfig, regenerate
 from tests.training.tiny_targets import write_target

@@ -19,17 +19,18 @@ from sglang_ext.core.refusal import Refusal
 from sglang_ext.models.card import CardFields
 from sglang_ext.models.flexdraft import checkpoint
 from sglang_ext.models.target import Target
-from sglang_ext.training.config import TrainConfig
-from sglang_ext.training.data import Chunk, StateStore, collate, load_records
+from sglang_ext.training.config import FlexDraftTrainConfig
+from sglang_ext.training.data import Chunk, collate, load_records
 from sglang_ext.training.evaluate import Acceptance, evaluate
 from sglang_ext.training.export import (
     PeriodicExport,
-    load_drafter,
     load_training_state,
     restore,
     with_draft_tokens,
     write_drafter,
 )
+from sglang_ext.training.flexdraft import StateStore
+from sglang_ext.training.methods import load_drafter
 from sglang_ext.training.optimizer import learning_scale, orthogonalise
 from sglang_ext.training.train import CHECKPOINT, LOG, dry_run, frequent_tokens, next_progress, train
 from tests.training.tiny_targets import EOS, random_rows, write_rows, write_target
@@ -52,9 +53,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return write_target(folder / "target"), write_rows(folder / "rows.jsonl", random_rows(12))
 
 
-def make_config(prepared: tuple[Path, Path], out: Path, **changes: Any) -> TrainConfig:
+def make_config(prepared: tuple[Path, Path], out: Path, **changes: Any) -> FlexDraftTrainConfig:
     options = {"target": str(prepared[0]), "data": (str(prepared[1]),), "out": str(out), "steps": 6, **SMALL, **changes}
-    return TrainConfig(**options)
+    return FlexDraftTrainConfig(**options)
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
@@ -112,9 +113,9 @@ def test_killed_run_on_the_clock_replays_its_logged_schedule(prepared: tuple[Pat
     out = tmp_path / "run"
     config = make_config(prepared, out, steps=0, stop_at=time.time() + 3600, checkpoint_seconds=1e9)
     script = (
-        "import json, sys; from sglang_ext.training.config import TrainConfig\n"
+        "import json, sys; from sglang_ext.training.config import FlexDraftTrainConfig\n"
         "from sglang_ext.training.train import *\n"
-        "config = TrainConfig.from_dict(json.loads(sys.argv[1]), 'argv')\n"
+        "config = FlexDraftTrainConfig.from_dict(json.loads(sys.argv[1]), 'argv')\n"
         "save = lambda t: t.step_number == 3 and save_atomically(Path(config.out) / CHECKPOINT, t.state_dict())\n"
         "train(config, save)\n"
     )
@@ -236,7 +237,7 @@ def test_replay_counts_steps_and_positions() -> None:
 
 def test_configuration_is_strict(tmp_path: Path) -> None:
     good = {"target": "t", "data": ["d"], "out": "o", "steps": 1}
-    assert TrainConfig.from_dict(good, "here").data == ("d",)
+    assert FlexDraftTrainConfig.from_dict(good, "here").data == ("d",)
     for changes, message in (
         ({"block_sise": 4}, "block_size"),
         ({"lr": "fast"}, "lr"),
@@ -248,16 +249,16 @@ def test_configuration_is_strict(tmp_path: Path) -> None:
         ({"data": []}, "no data"),
     ):
         with pytest.raises(Refusal, match=message):
-            TrainConfig.from_dict({**good, **changes}, "here")
+            FlexDraftTrainConfig.from_dict({**good, **changes}, "here")
     path = tmp_path / "config.json"
     path.write_text("[1]")
     with pytest.raises(Refusal, match="JSON object"):
-        TrainConfig.from_json(path)
+        FlexDraftTrainConfig.from_json(path)
 
 
 def test_schedule_ends_at_zero() -> None:
     assert learning_scale(0.04, 0.04) == pytest.approx(1.0) and learning_scale(1.0, 0.04) == pytest.approx(0.0)
-    config = TrainConfig(target="t", data=("d",), out="o", stop_at=1000.0)
+    config = FlexDraftTrainConfig(target="t", data=("d",), out="o", stop_at=1000.0)
     progress, now = 0.0, 900.0
     steps = 0
     while progress < 1.0:

@@ -24,9 +24,10 @@ ROOMS: dict[str, set[str]] = {
     "serving": {"core", "models", "testing", "serving"},
     "training": {"core", "models", "targets", "training"},
     "bench": {"core", "models", "targets", "testing", "serving", "doctor", "bench"},
+    "ablation": {"core", "models", "training", "bench", "ablation"},
     "plugin": {"core", "serving"},
     "doctor": {"core", "models", "targets", "serving", "plugin"},
-    "cli": {"core", "models", "targets", "training", "bench", "doctor"},
+    "cli": {"core", "models", "targets", "training", "ablation", "bench", "doctor"},
 }
 #: room -> distributions it may import beside the standard library; rooms not named here may use any but SGLang.
 THIRD_PARTY: dict[str, set[str]] = {

@@ -31,7 +31,9 @@ def build(method: str, seed: int, **changes: Any) -> TappedModel:
     return model
 
 
-def straight_line(weights: dict[str, Tensor], embedding: Tensor, config: TappedConfig, taps: Tensor, bonus: int) -> Tensor:
+def straight_line(
+    weights: dict[str, Tensor], embedding: Tensor, config: TappedConfig, taps: Tensor, bonus: int
+) -> Tensor:
     """States ``[K-1, H]`` of one block after ``n`` committed tokens with taps ``[n, T, H]``; no batching, fp64."""
     w = {name: tensor.double() for name, tensor in weights.items()}
     n, size, theta = taps.shape[0], config.head_dim, float(dict(config.rope)["rope_theta"])
@@ -74,9 +76,11 @@ def straight_line(weights: dict[str, Tensor], embedding: Tensor, config: TappedC
         h = h + out.flatten(1) @ w[f"{at}o_proj.weight"].T
         x = norm(h, w[f"layers.{d}.post_attention_layernorm.weight"])
         gate = x @ w[f"layers.{d}.mlp.gate_proj.weight"].T
-        h = h + (gate * torch.sigmoid(gate) * (x @ w[f"layers.{d}.mlp.up_proj.weight"].T)) @ w[
-            f"layers.{d}.mlp.down_proj.weight"
-        ].T
+        h = (
+            h
+            + (gate * torch.sigmoid(gate) * (x @ w[f"layers.{d}.mlp.up_proj.weight"].T))
+            @ w[f"layers.{d}.mlp.down_proj.weight"].T
+        )
     return norm(h, w["norm.weight"])[1:]
 
 
@@ -129,7 +133,7 @@ def test_state_dict_names_are_those_of_a_checkpoint(method: str, separate: bool)
 
 
 def test_fusion_starts_at_each_layers_own_depth() -> None:
-    raw = target_config("qwen3, gqa, untied, head_dim given", num_hidden_layers=36, layer_types=None)
+    raw = target_config("qwen3, gqa, untied, head_dim given", num_hidden_layers=36, layer_types=None, rope_theta=1e6)
     config = METHODS["dflare"].for_target(raw, num_layers=7, num_taps=9, block_size=16)
     torch.manual_seed(0)
     weights = new_model(Target(hf_model(raw)), config).state_dict()["layer_fusion_weights"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from sglang_ext.core.refusal import Refusal, refuse_unknown
 from sglang_ext.models.families import TargetShape, integer, target_shape
@@ -41,6 +41,8 @@ class FlexDraftConfig:
     Raises:
         Refusal: on construction, if the numbers contradict each other.
     """
+
+    METHOD: ClassVar[str] = "flexdraft"
 
     block_size: int
     num_layers: int

@@ -78,6 +78,8 @@ def install_worker_shims() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     ATTENTION_BACKENDS[BACKEND_NAME] = make_attention_backend
+    # GPT-OSS is accepted with a few backend names only; there is no Triton here that this one could mean.
+    ATTENTION_BACKENDS["triton"] = make_attention_backend
     allow_draft_backend()
     _tolerate_record_stream()
     HookRegistry.register(REQ_TO_TOKEN_HOOK, write_request_slots, HookType.REPLACE)

@@ -1,0 +1,206 @@
+"""Trains and measures arms one after the other; what is done is found again, what does not fit the time is left."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from sglang_ext.ablation.arms import Arm, Value
+from sglang_ext.core.prune import PruneConfig
+from sglang_ext.core.refusal import Refusal, nearest
+from sglang_ext.models.files import json_bytes, write_atomically
+from sglang_ext.models.tapped.checkpoint import expected_shapes
+from sglang_ext.models.target import Target
+from sglang_ext.training.config import CONFIGS, TappedTrainConfig, TrainConfig
+from sglang_ext.training.data import limited, load_records
+from sglang_ext.training.evaluate import Acceptance, replay
+from sglang_ext.training.export import load_training_state, restore
+from sglang_ext.training.methods import METHODS
+from sglang_ext.training.train import CHECKPOINT, LOG, read_log, train
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One arm's outcome.
+
+    Attributes:
+        arm: the variant.
+        parameters: of the drafter.
+        steps: of the training.
+        seconds: of the training, as logged.
+        found: one replay per held-out response, by its key.
+    """
+
+    arm: Arm
+    parameters: int
+    steps: int
+    seconds: float
+    found: dict[str, Acceptance]
+
+
+class _TimeIsUp(Exception):
+    """The budget ended inside an arm's training; its checkpoint stays."""
+
+
+class Runner:
+    """Runs arms on one target and one set of rows.
+
+    Args:
+        target: folder of the target.
+        data: files written by ``sglang-ext regenerate``.
+        held_out: such files for measuring.
+        out: folder of everything the runs leave behind.
+        steps: optimizer steps of every arm.
+        common: training options of every arm whose method has them.
+        limit: at most this many held-out responses per domain; 0 for all.
+
+    Raises:
+        Refusal: if an option is none of any method's.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        data: Sequence[str],
+        held_out: Sequence[str],
+        out: Path,
+        steps: int,
+        common: Mapping[str, Value],
+        limit: int = 0,
+    ) -> None:
+        known = {item.name for kind in CONFIGS.values() for item in fields(kind)} - {"target", "data", "out", "workers"}
+        for name in common:
+            if name not in known:
+                raise Refusal(f"--set {name}{nearest(name, known)}", "a training option", "`sglang-ext train --help`")
+        self.target, self.out, self.steps, self.common = target, out, steps, dict(common)
+        self.data, self.held_out = tuple(data), limited(load_records(held_out), limit)
+        self._digest = hashlib.sha256(b"".join(Path(name).read_bytes() for name in self.data)).hexdigest()
+        self._loaded: Target | None = None
+
+    def config(self, arm: Arm) -> TrainConfig:
+        """The complete training configuration of an arm."""
+        kind = CONFIGS[arm.method]
+        names = {item.name for item in fields(kind)}
+        options: dict[str, Any] = {name: value for name, value in self.common.items() if name in names}
+        options.update(arm.options)
+        if "tap_cache" in names:
+            options.setdefault("tap_cache", str(self.out / "taps"))
+        folder = hashlib.sha256(arm.training_key.encode()).hexdigest()[:8]
+        given = {
+            "target": self.target,
+            "data": self._rows(arm.data_parts),
+            "out": str(self.out / "arms" / f"{arm.method}-{folder}"),
+            "steps": self.steps,
+            "checkpoint_seconds": 60.0,
+            "export_seconds": 15.0,
+            "held_out_percent": 0,
+            **options,
+        }
+        config = kind.from_dict(given, f"arm {arm.label!r}")
+        return self._same_size(config, given) if arm.same_size_as_dflare else config
+
+    def _rows(self, parts: int) -> list[str]:
+        """The data files, or a file with one in ``parts`` of their rows, chosen by content."""
+        if parts == 1:
+            return list(self.data)
+        path = self.out / f"rows-1-of-{parts}.jsonl"
+        if not path.exists():
+            lines = [line for name in self.data for line in Path(name).read_text(encoding="utf-8").splitlines()]
+            kept = [line for line in lines if int(hashlib.sha256(line.encode()).hexdigest(), 16) % parts == 0]
+            # Kept states lie beside the original file.
+            rows = [{key: value for key, value in json.loads(line).items() if key != "states"} for line in kept]
+            write_atomically(path, "".join(f"{json.dumps(row)}\n" for row in rows).encode())
+        return [str(path)]
+
+    def _same_size(self, config: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
+        """``config`` with feed-forward parts that give it DFlare's number of parameters, as nearly as one column."""
+        names = {item.name for item in fields(CONFIGS["dflare"])}
+        separate = {name: value for name, value in given.items() if name in names and name != "context_projections"}
+        ours, theirs = (self._drafter(c) for c in (config, CONFIGS["dflare"].from_dict(separate, "DFlare")))
+        surplus = sum(map(_count, expected_shapes(ours).values())) - sum(map(_count, expected_shapes(theirs).values()))
+        per_column = 3 * ours.num_layers * ours.hidden_size
+        width = ours.intermediate_size - round(surplus / per_column)
+        return type(config).from_dict({**given, "intermediate_size": width}, "arm of equal size")
+
+    def _drafter(self, config: TrainConfig) -> Any:
+        assert isinstance(config, TappedTrainConfig)
+        return METHODS[config.METHOD].new_model(self._target(), config).config
+
+    def _target(self) -> Target:
+        if self._loaded is None:
+            self._loaded = Target.load(self.target)
+        return self._loaded
+
+    def run(self, arm: Arm, deadline: float) -> Measured | None:
+        """Train and measure an arm, or find it done; None if the time (seconds since the epoch) does not reach."""
+        config = self.config(arm)
+        result = Path(config.out) / f"measured-{arm.prune}.json"
+        identity = {
+            "config": {k: v for k, v in asdict(config).items() if k not in ("out", "threads", "tap_cache", "data")},
+            "data": self._digest,
+            "held_out": hashlib.sha256("\n".join(record.key for record in self.held_out).encode()).hexdigest(),
+        }
+        if result.exists():
+            kept = json.loads(result.read_text(encoding="utf-8"))
+            if kept["identity"] == json.loads(json.dumps(identity)):
+                return _measured(arm, kept)
+        if not self._trained(config, deadline):
+            return None
+        measured = self._measure(arm, config)
+        write_atomically(result, json_bytes({"identity": identity, **_to_json(measured)}))
+        return measured
+
+    def _trained(self, config: TrainConfig, deadline: float) -> bool:
+        def stop(trainer: Any) -> None:
+            if time.time() > deadline and trainer.progress < 1.0:
+                raise _TimeIsUp
+
+        # A finished run is checked and left as it is.
+        checkpoint = Path(config.out) / CHECKPOINT
+        finished = checkpoint.exists() and load_training_state(config.out)[1]["progress"] >= 1.0
+        if time.time() > deadline and not finished:
+            return False
+        print(f"training {Path(config.out).name}", file=sys.stderr, flush=True)
+        try:
+            train(config, stop)
+        except _TimeIsUp:
+            return False
+        return True
+
+    def _measure(self, arm: Arm, config: TrainConfig) -> Measured:
+        saved, state = load_training_state(config.out)
+        model = restore(self._target(), saved, state)
+        store = METHODS[config.METHOD].store(model, config)
+        prune = None if arm.prune is None else PruneConfig(threshold=arm.prune)
+        found = {record.key: replay(model, store, record, prune) for record in self.held_out}
+        seconds = sum(row["seconds"] for row in read_log(Path(config.out) / LOG).values())
+        count = sum(parameter.numel() for parameter in model.parameters())
+        return Measured(arm, count, state["step"], seconds, found)
+
+
+def _count(shape: Sequence[int]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def _to_json(measured: Measured) -> dict[str, Any]:
+    return {
+        "label": measured.arm.label,
+        "parameters": measured.parameters,
+        "steps": measured.steps,
+        "seconds": round(measured.seconds, 1),
+        "found": {key: asdict(value) for key, value in measured.found.items()},
+    }
+
+
+def _measured(arm: Arm, kept: Mapping[str, Any]) -> Measured:
+    found = {key: Acceptance(**value) for key, value in kept["found"].items()}
+    return Measured(arm, kept["parameters"], kept["steps"], kept["seconds"], found)

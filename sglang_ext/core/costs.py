@@ -14,7 +14,7 @@ from sglang_ext.core.schedule import Mode
 
 #: A request's own history outweighs what other requests showed after this many of its steps.
 PRIOR_STEPS = 4
-#: How much is expected of a request beyond what is known, shrinking with the root of its measured steps.
+#: How much is expected of a batch beyond what is known, shrinking with the root of its requests' measured steps.
 OPTIMISM = 0.3
 #: Requests remembered; the oldest are forgotten first.
 REMEMBERED = 4096
@@ -80,10 +80,10 @@ class AcceptLengths:
         self._tokens = self._tokens * _GLOBAL_DECAY + tokens
 
     def expected(self, requests: Sequence[Hashable]) -> float:
-        """Return the hopeful mean over ``requests``: what is known, plus a margin for requests seen little of."""
-        prior, total = self.mean, 0.0
+        """Return the hopeful mean over ``requests``: what is known, plus a margin while little of them was seen."""
+        prior, total, seen = self.mean, 0.0, 0
         for request in requests:
             steps, tokens = self._requests.get(request, (0, 0.0))
-            known = (PRIOR_STEPS * prior + tokens) / (PRIOR_STEPS + steps)
-            total += known * (1.0 + OPTIMISM / (1.0 + steps) ** 0.5)
-        return total / len(requests)
+            total += (PRIOR_STEPS * prior + tokens) / (PRIOR_STEPS + steps)
+            seen += steps
+        return total / len(requests) * (1.0 + OPTIMISM / (1.0 + seen) ** 0.5)

@@ -18,7 +18,7 @@ from sglang_ext.core.schedule import Mode, ModePolicy
 
 #: Steps a mode is tried for; the first one after a switch is not measured.
 TRIAL_STEPS = 4
-#: Speculative steps of a batch size before plain decoding is first timed.
+#: Steps of a batch size before its second speculative mode is first timed.
 FIRST_TRIAL_AFTER = 8
 #: Steps between later timings of the modes not in use; doubled for speculation each time it does not pay.
 RETRY_AFTER = 256
@@ -110,8 +110,10 @@ class Pace:
     def _trial(self, size: int, static: Mode) -> Mode | None:
         """Return a mode whose time is unknown or old, or None."""
         mode = None
-        if not self.costs.count(static, size):
-            mode = static
+        # Plain decoding goes first: timing it loses nothing, and speculation is then judged after a few steps.
+        unknown = [arm for arm in (Mode.PLAIN, static) if not self.costs.count(arm, size)]
+        if unknown:
+            mode = unknown[0]
         else:
             for arm in self._arms(size):
                 idle = self._idle.get((arm, bucket(size)), 0)
@@ -123,16 +125,13 @@ class Pace:
                     break
         if mode is not None:
             self._trial_left = TRIAL_STEPS - 1
-            if self._mode is Mode.PLAIN:
+            if self._mode is Mode.PLAIN and not unknown:
                 self._retry[bucket(size)] = min(2 * self._retry.get(bucket(size), RETRY_AFTER), LONGEST_RETRY)
         return mode
 
     def _fastest(self, requests: Sequence[Hashable], size: int) -> Mode:
-        known = [arm for arm in self._arms(size) if self.costs.count(arm, size)]
-        drafting = [arm for arm in known if arm is not Mode.PLAIN]
-        best = min(drafting, key=lambda arm: self.costs.ms(arm, size))
-        if Mode.PLAIN not in known:
-            return best
+        known = [arm for arm in self._arms(size) if arm is not Mode.PLAIN and self.costs.count(arm, size)]
+        best = min(known, key=lambda arm: self.costs.ms(arm, size))
         gain = self.accepts.expected(requests) * self.costs.ms(Mode.PLAIN, size) / self.costs.ms(best, size)
         if gain < (MARGIN if self._mode is Mode.PLAIN else 1.0):
             return Mode.PLAIN

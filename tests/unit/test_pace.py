@@ -102,6 +102,7 @@ def test_limits_and_names_of_the_user_hold() -> None:
         forced = Pace(ModePolicy(mode=name.value), can_join=True, adaptive=True)
         assert {forced.choose(["a"], size) for size in (1, 2, 64)} == {name}
     limited = Machine(pace(parallel_max_batch=0, plain_min_batch=4), {PLAIN: 50.0, SEQUENTIAL: 60.0})
+    assert limited.pace.drafts_after_prefill()
     limited.serve("few", 300, 3.0, batch=3)
     assert limited.used[PARALLEL] == 0 < limited.used[SEQUENTIAL]
     limited.used.clear()

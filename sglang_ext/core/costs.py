@@ -6,6 +6,7 @@ step costs, the host's own part included.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Hashable, Sequence
 from statistics import median
@@ -86,4 +87,4 @@ class AcceptLengths:
             steps, tokens = self._requests.get(request, (0, 0.0))
             total += (PRIOR_STEPS * prior + tokens) / (PRIOR_STEPS + steps)
             seen += steps
-        return total / len(requests) * (1.0 + OPTIMISM / (1.0 + seen) ** 0.5)
+        return total / len(requests) * (1.0 + OPTIMISM / math.sqrt(1.0 + seen))

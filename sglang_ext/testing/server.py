@@ -315,7 +315,7 @@ class Refused:
         return ""
 
 
-def run_until_exit(launch: Launch, log: Path, timeout_s: float = 90.0) -> Refused:
+def run_until_exit(launch: Launch, log: Path, timeout_s: float = 300.0) -> Refused:
     """Run a launcher that is expected to refuse and return what it said.
 
     Raises:

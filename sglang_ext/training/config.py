@@ -28,6 +28,11 @@ _LIMITS: dict[str, tuple[float, float]] = {
     "warmup": (0, 0.99),
     "grad_clip": (1e-9, _FINITE),
     "gamma": (1e-3, _FINITE),
+    "gamma_start": (1e-3, _FINITE),
+    "gamma_end": (1e-3, _FINITE),
+    "num_taps": (1, _FINITE),
+    "intermediate_size": (0, _FINITE),
+    "mask_token_id": (-1, _FINITE),
     "blocks_per_step": (1, _FINITE),
     "anchors_per_sequence": (1, _FINITE),
     "frequent": (0, _FINITE),
@@ -59,6 +64,8 @@ class TrainConfig:
     METHOD: ClassVar[str]
     #: Allowed values of the options that are a choice.
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {"optimizer": OPTIMIZERS}
+    #: Smallest and largest value of every number.
+    LIMITS: ClassVar[dict[str, tuple[float, float]]] = _LIMITS
     #: Options that may differ when a run is continued.
     CHANGEABLE: ClassVar[tuple[str, ...]] = (
         "steps",
@@ -98,7 +105,7 @@ class TrainConfig:
             if value not in allowed:
                 flag = f"--{name.replace('_', '-')}"
                 raise Refusal(f"{flag} {value}", f"one of {', '.join(allowed)}", "choose one of them")
-        for name, (low, high) in _LIMITS.items():
+        for name, (low, high) in self.LIMITS.items():
             if name in vars(self) and not low <= vars(self)[name] <= high:
                 allowed_numbers = f"at least {low:g}" if high == _FINITE else f"from {low:g} to {high:g}"
                 raise Refusal(f"--{name.replace('_', '-')} {vars(self)[name]}", allowed_numbers, "correct the number")
@@ -184,6 +191,7 @@ class TappedTrainConfig(TrainConfig):
         "start": STARTS,
     }
     CHANGEABLE: ClassVar[tuple[str, ...]] = (*TrainConfig.CHANGEABLE, "tap_cache")
+    LIMITS: ClassVar[dict[str, tuple[float, float]]] = {**TrainConfig.LIMITS, "gamma": (0, _FINITE)}
 
     num_layers: int = 3
     num_taps: int = 5
@@ -195,15 +203,6 @@ class TappedTrainConfig(TrainConfig):
     gamma_start: float = 2.25
     gamma_end: float = 5.25
     tap_cache: str = ""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.gamma < 0 or min(self.gamma_start, self.gamma_end) <= 0:
-            raise Refusal(
-                f"--gamma {self.gamma}, --gamma-start {self.gamma_start}, --gamma-end {self.gamma_end}",
-                "the first is 0 or positive, the others are positive",
-                "correct them",
-            )
 
 
 @dataclass(frozen=True)

@@ -261,6 +261,7 @@ def test_options_are_strict() -> None:
         ({"start": "middle"}, "--start middle"),
         ({"context_projections": "none"}, "--context-projections none"),
         ({"gamma": -1.0}, "--gamma -1"),
+        ({"num_taps": 0}, "--num-taps 0"),
         ({"calibrator": "hidden"}, "calibrator"),
     ):
         with pytest.raises(Refusal, match=message):

@@ -179,7 +179,7 @@ class Runner:
         store = METHODS[config.METHOD].store(model, config)
         prune = None if arm.prune is None else PruneConfig(threshold=arm.prune)
         found = {record.key: replay(model, store, record, prune) for record in self.held_out}
-        seconds = sum(row["seconds"] for row in read_log(Path(config.out) / LOG).values())
+        seconds = round(sum(row["seconds"] for row in read_log(Path(config.out) / LOG).values()), 1)
         count = sum(parameter.numel() for parameter in model.parameters())
         return Measured(arm, count, state["step"], seconds, found)
 
@@ -196,7 +196,7 @@ def _to_json(measured: Measured) -> dict[str, Any]:
         "label": measured.arm.label,
         "parameters": measured.parameters,
         "steps": measured.steps,
-        "seconds": round(measured.seconds, 1),
+        "seconds": measured.seconds,
         "found": {key: asdict(value) for key, value in measured.found.items()},
     }
 

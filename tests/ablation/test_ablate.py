@@ -124,7 +124,7 @@ def test_the_command_writes_a_report_and_says_what_is_missing(
     text = (tmp_path / "ablation.md").read_text()
     assert text.count("| DFlare |") == 1 and text.count("| progressive gamma |") == 1
     assert "2 steps each; 5 responses." in text
-    assert cli.main([*given, "calibration", "--minutes", "0.000001"]) == 3
+    assert cli.main([*given, "--study", "method", "calibration", "--minutes", "0.000001"]) == 3
     out = capsys.readouterr().out
     assert "Not finished in the time given: attention only, + calibration." in out and "| DFlare |" in out
     assert cli.main([*given, "--set", "blocks_per_stp=4"]) == 1

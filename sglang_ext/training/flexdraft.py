@@ -121,6 +121,10 @@ class FlexDraftMethod(Method[FlexDraftTrainConfig, FlexDraftModel]):
         shape = target.shape
         return 2 * config.num_layers * shape.num_key_value_heads * shape.head_dim * target.embedding.element_size()
 
+    def kept(self, config: FlexDraftTrainConfig, records: Sequence[Record]) -> int:
+        """Those regenerated with state layers."""
+        return sum(record.states is not None for record in records)
+
     def load(self, target: Target, folder: str | Path) -> FlexDraftModel:
         """The drafter in a folder."""
         saved = checkpoint.load(folder)

@@ -47,6 +47,10 @@ class Method(ABC, Generic[Config, Model]):
         """Bytes of target states per token that a step looks at."""
 
     @abstractmethod
+    def kept(self, config: Config, records: Sequence[Record]) -> int:
+        """How many of the records have their states on disk already."""
+
+    @abstractmethod
     def load(self, target: Target, folder: str | Path) -> Model:
         """The drafter in an exported folder; raises Refusal if it is damaged or another target's."""
 

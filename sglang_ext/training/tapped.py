@@ -19,7 +19,7 @@ from sglang_ext.models.target import Target, rms_norm
 from sglang_ext.training.config import TappedTrainConfig
 from sglang_ext.training.data import Record
 from sglang_ext.training.method import Method, origin
-from sglang_ext.training.taps import TapStore
+from sglang_ext.training.taps import TapStore, kept_keys
 
 #: Responses looked at before the first step.
 LOOKED_AT = 8
@@ -66,6 +66,11 @@ class TappedMethod(Method[TappedTrainConfig, TappedModel]):
     def state_bytes(self, target: Target, config: TappedTrainConfig) -> int:
         """T taps."""
         return config.num_taps * target.shape.hidden_size * target.embedding.element_size()
+
+    def kept(self, config: TappedTrainConfig, records: Sequence[Record]) -> int:
+        """Those in the file of taps."""
+        keys = kept_keys(config.tap_cache) if config.tap_cache else set()
+        return sum(record.key in keys for record in records)
 
     def load(self, target: Target, folder: str | Path) -> TappedModel:
         """The drafter in a folder."""

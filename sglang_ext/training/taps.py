@@ -37,6 +37,15 @@ def compute_taps(target: Target, token_ids: Sequence[int], layer_ids: Sequence[i
     return torch.stack([inputs[layer + 1] for layer in layer_ids], dim=1)
 
 
+def kept_keys(path: str | Path) -> set[str]:
+    """Keys of the responses in a file of taps; none if there is no such file."""
+    index = Path(f"{path}.json")
+    if not index.exists():
+        return set()
+    rows = map(json.loads, index.read_text(encoding="utf-8").splitlines()[1:])
+    return {row["key"] for row in rows}
+
+
 class TapFile:
     """Taps of responses by key, appended to a file and read back by position; several processes may share it.
 

@@ -369,7 +369,7 @@ def dry_run(config: TrainConfig) -> str:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     row = method_for(config).state_bytes(target, config)
     tokens = sum(len(record.token_ids) - 1 for record in records)
-    kept = sum(record.states is not None for record in records)
+    kept = method_for(config).kept(config, records)
     longest = max(len(record.token_ids) for record in records)
     lines = (
         ("drafter, exported in bf16", 2 * parameters),

@@ -250,9 +250,13 @@ def test_checkpoints_that_name_no_method_are_flexdrafts(prepared: tuple[Path, Pa
 
 
 def test_dry_run_prints_the_bytes_of_the_taps(prepared: tuple[Path, Path], tmp_path: Path) -> None:
-    text = dry_run(make_config("dflare", prepared, tmp_path / "run"))
+    config = make_config("dflare", prepared, tmp_path / "run", tap_cache=str(tmp_path / "taps"), steps=40)
+    text = dry_run(config)
+    assert not (tmp_path / "taps").exists()
     tokens = sum(len(record.token_ids) - 1 for record in load_records([prepared[1]]))
     assert f"target states of 12 responses (0 already on disk): {1 * 32 * 2 * tokens / 1e6:.1f} MB" in text
+    train(config)
+    assert "target states of 12 responses (12 already on disk)" in dry_run(config)
 
 
 def test_options_are_strict() -> None:

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
 from sglang_ext.testing.laws import assert_idle, assert_records, read_aligned
 from sglang_ext.testing.server import Launch, Reply, Request, Server, Starter
@@ -19,6 +22,7 @@ from tests.unit.tiny import target_config, write_target
 
 LLAMA, QWEN3 = "llama, gqa, tied, head_dim derived", "qwen3, gqa, untied, head_dim given"
 PROMPTS = [[(11 * row + (3 + row) * i) % 60 for i in range(length)] for row, length in enumerate((1, 2, 9, 17, 40, 90))]
+MANY = [[(17 * row + 5 * i) % 60 for i in range(12)] for row in range(24)]
 LONG = [(7 * i + i // 9) % 60 for i in range(150)]
 BLOCK = 6
 #: name -> target, method, further flags. Two servers are up at a time.
@@ -44,13 +48,25 @@ def servers(
         folder = tmp_path_factory.mktemp(f"dflare{number}")
         target = write_target(folder / "target", target_config(shape, max_position_embeddings=512, rope_theta=10000.0))
         drafter = untrained_tapped_drafter(
-            target, folder / "drafter", method=method, block_size=BLOCK, target_layer_ids=(0, 2, 3), favourite=7
+            target,
+            folder / "drafter",
+            method=method,
+            block_size=BLOCK,
+            target_layer_ids=(0, 2, 3),
+            favourite=common_token(target),
         )
         common = ("--speculative-algorithm", "dflare", "--speculative-draft-model-path", str(drafter))
         context = ("--skip-tokenizer-init", "--context-length", "512", "--max-total-tokens", "4096")
         launches[f"{request.param}{number}"] = Launch(target, (*common, *context, *flags), {}, starter.threads)
     with starter.running(**launches) as running:
         yield dict(zip(PAIRS[request.param], running.values(), strict=True))
+
+
+def common_token(target: Path) -> int:
+    """Return the token that the target says most often."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    said = model.generate(torch.tensor(MANY), max_new_tokens=40, do_sample=False)[:, len(MANY[0]) :]
+    return int(said.flatten().mode().values)
 
 
 def with_prefix_cache(servers: dict[str, Server]) -> list[Server]:
@@ -91,11 +107,10 @@ def test_text_is_the_plain_one(servers: dict[str, Server]) -> None:
 
 def test_several_tokens_are_committed_at_once(servers: dict[str, Server]) -> None:
     """The drafts are right now and then, so that commits of several rows are in what the other laws see."""
-    many = [[(17 * row + 5 * i) % 60 for i in range(12)] for row in range(24)]
     correct = 0
     for server in servers.values():
-        expected = server.generate_all([asking(prompt, "plain", max_new_tokens=40) for prompt in many])
-        got = server.generate_all([asking(prompt, "sequential", max_new_tokens=40) for prompt in many])
+        expected = server.generate_all([asking(prompt, "plain", max_new_tokens=40) for prompt in MANY])
+        got = server.generate_all([asking(prompt, "sequential", max_new_tokens=40) for prompt in MANY])
         assert [reply.ids for reply in got] == [reply.ids for reply in expected]
         correct += sum(reply.meta["spec_num_correct_drafts"] for reply in got)
     assert correct > 0

@@ -36,6 +36,10 @@ PAIRS: dict[str, dict[str, tuple[str, str, tuple[str, ...]]]] = {
         "small pool, no prefix cache": (QWEN3, "dflare", ("--disable-radix-cache", "--max-total-tokens", "512")),
     },
 }
+RETRACTING = {
+    "retraction": {"pages of 4, chunks": (LLAMA, "dflare", ("--page-size", "4", "--chunked-prefill-size", "32"))}
+}
+ENVIRONMENT = {"retraction": {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}}
 
 
 @pytest.fixture(scope="module", params=PAIRS)
@@ -44,7 +48,9 @@ def servers(
 ) -> Iterator[dict[str, Server]]:
     """A pair, started together."""
     launches = {}
-    for number, (shape, method, flags) in enumerate(PAIRS[request.param].values()):
+    wanted = {**PAIRS, **RETRACTING}[request.param]
+    environment = ENVIRONMENT.get(request.param, {})
+    for number, (shape, method, flags) in enumerate(wanted.values()):
         folder = tmp_path_factory.mktemp(f"dflare{number}")
         target = write_target(folder / "target", target_config(shape, max_position_embeddings=512, rope_theta=10000.0))
         drafter = untrained_tapped_drafter(
@@ -57,9 +63,9 @@ def servers(
         )
         common = ("--speculative-algorithm", "dflare", "--speculative-draft-model-path", str(drafter))
         context = ("--skip-tokenizer-init", "--context-length", "512", "--max-total-tokens", "4096")
-        launches[f"{request.param}{number}"] = Launch(target, (*common, *context, *flags), {}, starter.threads)
+        launches[f"{request.param}{number}"] = Launch(target, (*common, *context, *flags), environment, starter.threads)
     with starter.running(**launches) as running:
-        yield dict(zip(PAIRS[request.param], running.values(), strict=True))
+        yield dict(zip(wanted, running.values(), strict=True))
 
 
 def common_token(target: Path) -> int:
@@ -161,6 +167,18 @@ def test_drafts_do_not_depend_on_the_company(servers: dict[str, Server]) -> None
         together = server.generate_all([asking(PROMPTS[4], "sequential"), *others])[0]
         assert together.ids == alone.ids
         assert_same_drafts(alone, together)
+
+
+@pytest.mark.parametrize("servers", ("retraction",), indirect=True)
+def test_retracted_requests_go_on(servers: dict[str, Server]) -> None:
+    """Law M1: requests that are retracted in the middle and read again give the plain text, drafted for."""
+    (server,) = servers.values()
+    expected = server.generate_all([asking(prompt, "plain", max_new_tokens=60) for prompt in MANY[:16]])
+    got = server.generate_all([asking(prompt, "sequential", max_new_tokens=60) for prompt in MANY[:16]])
+    assert [reply.ids for reply in got] == [reply.ids for reply in expected]
+    assert sum(reply.meta["num_retractions"] for reply in got) > 0, "nothing was retracted: the test shows nothing"
+    assert sum(reply.meta["spec_num_correct_drafts"] for reply in got) > 0
+    assert_idle(server)
 
 
 def test_parallel_mode_is_answered_with_400(servers: dict[str, Server]) -> None:

@@ -85,12 +85,16 @@ class Client:
     """Talks to one server; safe to use from several threads (every request has its own connection)."""
 
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
-        if parts.scheme != "http" or parts.hostname is None:
+        try:
+            parts = urlsplit(url if "//" in url else f"http://{url}")
+            scheme, host, port = parts.scheme, parts.hostname, parts.port
+        except ValueError:  # a port that is no number, or too large
+            scheme, host, port = "", None, None
+        if scheme != "http" or host is None:
             raise Refusal(f"--url {url!r} is no address", "http://HOST:PORT is allowed", "correct it")
-        self.url = f"http://{parts.hostname}:{parts.port or 80}"
-        self._host = parts.hostname
-        self._port = parts.port or 80
+        self._host = host
+        self._port = port or 80
+        self.url = f"http://{host}:{self._port}"
 
     def is_ready(self) -> bool:
         """Return whether the server answers its health check."""

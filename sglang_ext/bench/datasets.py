@@ -75,12 +75,15 @@ def read(path: Path, dataset: str, count: int) -> list[Prompt]:
         Refusal: on a line that is not a JSON object with a known field, or an empty file.
     """
     prompts: list[Prompt] = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if len(prompts) == count:
-                break
-            if line.strip():
-                prompts.append(Prompt(dataset, f"{dataset}/{number}", _text(line, path, number)))
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if len(prompts) == count:
+                    break
+                if line.strip():
+                    prompts.append(Prompt(dataset, f"{dataset}/{number}", _text(line, path, number)))
+    except UnicodeDecodeError as error:
+        raise Refusal(f"{DATA_FLAG}: {path} is no text ({error})", "UTF-8 is allowed", "check the file") from error
     if not prompts:
         raise Refusal(f"{DATA_FLAG}: {path} holds no prompts", "one JSON object a line is allowed", "check the file")
     return prompts
@@ -130,13 +133,20 @@ _FIELDS: dict[str, Callable[[Any], Any]] = {
 def _text(line: str, path: Path, number: int) -> str:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise Refusal(
             f"{path}:{number} is not JSON ({error})", "one JSON object a line is allowed", "correct it"
         ) from error
     for field, extract in _FIELDS.items():
         if isinstance(row, dict) and field in row:
-            return str(extract(row[field]))
+            try:
+                return str(extract(row[field]))
+            except (LookupError, TypeError, StopIteration) as error:
+                raise Refusal(
+                    f"{path}:{number} has no prompt in {field} = {str(row[field])[:60]!r}",
+                    "turns is a list of texts, messages a list of objects with role and content, one the user's",
+                    "correct the row",
+                ) from error
     raise Refusal(
         f"{path}:{number} has none of the fields a prompt is read from",
         f"allowed: {', '.join(_FIELDS)}",

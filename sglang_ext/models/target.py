@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor
 
 from sglang_ext.core.refusal import Refusal
@@ -158,7 +159,15 @@ class Target:
 
         if not (Path(path) / "config.json").is_file():
             raise Refusal(f"--target {path}", "a folder with config.json and weights", "run: sglang-ext prepare")
-        model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, local_files_only=True)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, local_files_only=True)
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise Refusal(
+                f"--target {path} cannot be loaded ({reason})",
+                "a folder with the whole model is needed",
+                "`sglang-ext inspect` says more; copy or prepare it again",
+            ) from error
         return cls(model.to(device).eval(), where=str(path))
 
     @property

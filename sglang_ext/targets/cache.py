@@ -74,9 +74,9 @@ def damage(folder: Path, source: Mapping[str, Any]) -> str | None:
         return "it was built from another source"
     for name, entry in files.items():
         path = folder / name
-        if not path.is_file():
+        if not isinstance(entry, dict) or not path.is_file():
             return f"{name} is missing"
-        if path.stat().st_size != entry["bytes"] or sha256(path) != entry["sha256"]:
+        if path.stat().st_size != entry.get("bytes") or sha256(path) != entry.get("sha256"):
             return f"{name} is not what was written"
     return None
 

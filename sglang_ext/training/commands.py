@@ -69,7 +69,7 @@ def _add_regenerate(subparsers: Any) -> None:
     parser.add_argument("--capacity", type=int, default=640, help="longest prompt plus response, in tokens")
     parser.add_argument("--state-layers", type=int, default=0, help="also keep keys and values of the last N layers")
     parser.add_argument("--shard", default="0/1", metavar="I/N", help="answer only every N-th prompt, from the I-th")
-    parser.add_argument("--threads", type=int, default=0, help="compute threads; 0: the library's default")
+    parser.add_argument("--threads", type=_count, default=0, help="compute threads; 0: the library's default")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dry-run", action="store_true", help="print the bytes the run needs and stop")
     parser.set_defaults(run=_regenerate)
@@ -100,9 +100,9 @@ def _add_evaluate(subparsers: Any) -> None:
     parser.add_argument("--target", required=True, help="folder of the target model")
     parser.add_argument("--drafter", required=True, help="drafter folder, or the --out folder of a training run")
     parser.add_argument("--data", nargs="+", required=True, help="files written by `sglang-ext regenerate`")
-    parser.add_argument("--held-out-percent", type=int, default=100, help="measure on this held-out share only")
-    parser.add_argument("--limit", type=int, default=0, help="at most this many responses per domain")
-    parser.add_argument("--threads", type=int, default=0, help="compute threads; 0: the library's default")
+    parser.add_argument("--held-out-percent", type=_count, default=100, help="measure on this held-out share only")
+    parser.add_argument("--limit", type=_count, default=0, help="at most this many responses per domain; 0: all")
+    parser.add_argument("--threads", type=_count, default=0, help="compute threads; 0: the library's default")
     parser.set_defaults(run=_evaluate)
 
 
@@ -114,7 +114,7 @@ def _add_export(subparsers: Any) -> None:
     parser.add_argument("--target-name", help="name of the target for the card")
     parser.add_argument(
         "--draft-vocabulary",
-        type=int,
+        type=_count,
         default=0,
         metavar="N",
         help="let the drafter propose only the N most frequent tokens of its training responses, which makes drafting "
@@ -123,9 +123,15 @@ def _add_export(subparsers: Any) -> None:
     parser.add_argument(
         "--acceptance", nargs="*", default=[], metavar="FILE", help="regenerated held-out files to measure for the card"
     )
-    parser.add_argument("--limit", type=int, default=0, help="at most this many responses per domain")
-    parser.add_argument("--threads", type=int, default=0, help="compute threads; 0: the library's default")
+    parser.add_argument("--limit", type=_count, default=0, help="at most this many responses per domain; 0: all")
+    parser.add_argument("--threads", type=_count, default=0, help="compute threads; 0: the library's default")
     parser.set_defaults(run=_export)
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r}: a whole number of at least 0 is allowed")
+    return int(text)
 
 
 def _use_threads(count: int) -> None:
@@ -212,6 +218,12 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     _use_threads(arguments.threads)
     records = load_records(arguments.data)
     chosen = [record for record in records if is_held_out(record, arguments.held_out_percent)]
+    if not chosen:
+        raise Refusal(
+            f"--held-out-percent {arguments.held_out_percent} leaves none of {len(records)} responses",
+            "at least one is needed",
+            "raise it, or leave it out to measure on all",
+        )
     print(table(evaluate(_model(arguments.target, arguments.drafter), _limited(chosen, arguments.limit))))
     return 0
 
@@ -225,6 +237,7 @@ def _export(arguments: argparse.Namespace) -> int:
         acceptance_rows,
         load_training_state,
         provenance,
+        refuse_to_replace,
         restore,
         with_draft_tokens,
         write_drafter,
@@ -232,6 +245,7 @@ def _export(arguments: argparse.Namespace) -> int:
     from sglang_ext.training.train import frequent_tokens
 
     _use_threads(arguments.threads)
+    refuse_to_replace(arguments.out)
     config, state = load_training_state(arguments.run_folder)
     if arguments.target:
         config = replace(config, target=arguments.target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -12,6 +13,31 @@ from sglang_ext.core.refusal import Refusal, refuse_unknown
 
 OPTIMIZERS = ("adamw", "muon")
 CALIBRATORS = ("hidden", "vocabulary", "none")
+#: The largest finite number: neither infinity nor a NaN is within it.
+_FINITE = sys.float_info.max
+#: Smallest and largest value of every number.
+_LIMITS: dict[str, tuple[float, float]] = {
+    "block_size": (2, _FINITE),
+    "num_layers": (1, _FINITE),
+    "calibrator_rank": (0, _FINITE),
+    "lr": (0, _FINITE),
+    "lr_other": (0, _FINITE),
+    "warmup": (0, 0.99),
+    "grad_clip": (1e-9, _FINITE),
+    "gamma": (1e-3, _FINITE),
+    "blocks_per_step": (1, _FINITE),
+    "anchors_per_sequence": (1, _FINITE),
+    "frequent": (0, _FINITE),
+    "drawn": (0, _FINITE),
+    "steps": (0, _FINITE),
+    "stop_at": (0, _FINITE),
+    "workers": (1, _FINITE),
+    "threads": (0, _FINITE),
+    "seed": (0, 2**31 - 1),
+    "checkpoint_seconds": (0, _FINITE),
+    "export_seconds": (0, _FINITE),
+    "held_out_percent": (0, 99),
+}
 
 
 @dataclass(frozen=True)
@@ -57,6 +83,10 @@ class TrainConfig:
             value = asdict(self)[name]
             if value not in allowed:
                 raise Refusal(f"--{name} {value}", f"one of {', '.join(allowed)}", "choose one of them")
+        for name, (low, high) in _LIMITS.items():
+            if not low <= vars(self)[name] <= high:
+                allowed_numbers = f"at least {low:g}" if high == _FINITE else f"from {low:g} to {high:g}"
+                raise Refusal(f"--{name.replace('_', '-')} {vars(self)[name]}", allowed_numbers, "correct the number")
         share = self.anchors_per_sequence * self.workers
         if self.blocks_per_step % share:
             raise Refusal(
@@ -102,7 +132,7 @@ class TrainConfig:
         """Read a JSON file of :class:`TrainConfig` fields."""
         try:
             given = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise Refusal(
                 f"--config {path}: {error}", "a JSON object of training options", "correct the file"
             ) from error

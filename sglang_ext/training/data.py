@@ -51,14 +51,21 @@ def load_records(paths: Sequence[str | Path]) -> list[Record]:
     for path in map(Path, paths):
         if not path.is_file():
             raise Refusal(f"--data {path}", "a file written by sglang-ext regenerate", "correct the path")
-        lines = path.read_text(encoding="utf-8").split("\n")
+        try:
+            lines = path.read_text(encoding="utf-8").split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise Refusal(
+                f"--data {path} cannot be read ({error})", "a file written by sglang-ext regenerate", "correct the path"
+            ) from error
         for number, line in enumerate(lines[:-1], start=1):
             try:
                 row = json.loads(line)
                 prompt, response = row["prompt_ids"], row["response_ids"]
                 states = (f"{path}.states", *row["states"]) if "states" in row else None
-                record = Record(row["key"], row["domain"], (*prompt, *response), len(prompt), states)
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                record = Record(str(row["key"]), str(row["domain"]), (*prompt, *response), len(prompt), states)
+                if not all(type(token) is int and token >= 0 for token in record.token_ids):
+                    raise TypeError("prompt_ids and response_ids are token ids")
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise Refusal(
                     f"{path}:{number}: {type(error).__name__}: {error}",
                     "rows with key, domain, prompt_ids and response_ids",
@@ -73,6 +80,22 @@ def load_records(paths: Sequence[str | Path]) -> list[Record]:
             "regenerate with a larger max_new_tokens",
         )
     return list(records.values())
+
+
+def refuse_foreign_tokens(records: Sequence[Record], vocab_size: int) -> None:
+    """Refuse rows with a token the target does not have: they are another target's.
+
+    Raises:
+        Refusal: naming the first such row.
+    """
+    for record in records:
+        largest = max(record.token_ids)
+        if largest >= vocab_size:
+            raise Refusal(
+                f"--data: row {record.key!r} has token {largest}",
+                f"the target has tokens 0 to {vocab_size - 1}",
+                "regenerate the responses with this target",
+            )
 
 
 def is_held_out(record: Record, percent: int) -> bool:

@@ -17,7 +17,7 @@ import torch
 
 from sglang_ext.models.flexdraft.loss import leading_matches
 from sglang_ext.models.flexdraft.model import FlexDraftModel
-from sglang_ext.training.data import Chunk, Record, StateStore, collate
+from sglang_ext.training.data import Chunk, Record, StateStore, collate, refuse_foreign_tokens
 
 ANCHORS_PER_CALL = 64
 
@@ -92,7 +92,13 @@ def record_matches(model: FlexDraftModel, store: StateStore, record: Record) -> 
 
 
 def evaluate(model: FlexDraftModel, records: Iterable[Record]) -> dict[str, Acceptance]:
-    """Acceptance by domain, and over all records under ``"all"``."""
+    """Acceptance by domain, and over all records under ``"all"``.
+
+    Raises:
+        Refusal: if a record holds a token that the target does not have.
+    """
+    records = list(records)
+    refuse_foreign_tokens(records, model.config.vocab_size)
     store = StateStore(model.target, model.config.num_layers)
     found: dict[str, Acceptance] = defaultdict(lambda: Acceptance(model.config.block_size))
     for record in records:

@@ -19,8 +19,12 @@ from sglang_ext.models.target import Target
 from sglang_ext.training.config import TrainConfig
 from sglang_ext.training.data import Record, is_held_out
 from sglang_ext.training.evaluate import Acceptance, evaluate
+from sglang_ext.training.state import read_state
 from sglang_ext.training.train import CHECKPOINT, Trainer, build_model
 
+LATEST = "export-latest"
+#: All that a drafter's folder holds, and so all that writing one may replace.
+DRAFTER_FILES = (checkpoint.CONFIG_FILE, checkpoint.WEIGHTS_FILE, checkpoint.CARD_FILE)
 METHOD = "offline replay of greedy decoding on the target's own responses"
 
 
@@ -36,14 +40,14 @@ def load_training_state(out: str | Path) -> tuple[TrainConfig, dict[str, Any]]:
     """Configuration and state of a run's latest checkpoint.
 
     Raises:
-        Refusal: if the run has not written one.
+        Refusal: if the run has not written one, or it is damaged.
     """
     path = Path(out) / CHECKPOINT
     if not path.is_file():
         raise Refusal(
             f"{path} does not exist", "a run that has written a checkpoint", "train first or correct the path"
         )
-    state: dict[str, Any] = torch.load(path, weights_only=True)
+    state = read_state(path)
     return TrainConfig.from_dict(state["config"], str(path)), state
 
 
@@ -94,9 +98,31 @@ def provenance(config: TrainConfig, steps: int, progress: float, records: Sequen
     }
 
 
+def refuse_to_replace(path: str | Path) -> None:
+    """Refuse to write a drafter where anything but an earlier drafter lies: writing it deletes what was there.
+
+    Raises:
+        Refusal: naming the first thing that would be lost.
+    """
+    folder = Path(path).resolve()
+    held = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else [folder.name] * folder.exists()
+    foreign = [name for name in held if name not in DRAFTER_FILES]
+    if foreign or not folder.name:
+        raise Refusal(
+            f"{folder} holds {foreign[0] if foreign else 'everything'!r}, which a drafter would replace",
+            "a new folder, or one that holds an exported drafter and nothing else, is allowed",
+            "choose another --out",
+        )
+
+
 def write_drafter(path: str | Path, model: FlexDraftModel, fields: CardFields) -> Path:
-    """Write a drafter folder in bf16; an existing folder is replaced only when the new one is complete."""
-    final = Path(path)
+    """Write a drafter folder in bf16; an older drafter there is replaced only when the new one is complete.
+
+    Raises:
+        Refusal: if anything else is there, or the folder cannot be written.
+    """
+    refuse_to_replace(path)
+    final = Path(path).resolve()
     fresh = final.with_name(f"{final.name}.new.{os.getpid()}")
     tensors = {
         name: tensor.detach().to(torch.bfloat16) if tensor.is_floating_point() else tensor
@@ -116,13 +142,14 @@ class PeriodicExport:
 
     def __init__(self, out: str | Path, evaluated: int = 24) -> None:
         self.out, self.evaluated = Path(out), evaluated
+        refuse_to_replace(self.out / LATEST)  # now rather than at the first export
 
     def __call__(self, trainer: Trainer) -> None:
         held_out = [record for record in trainer.held_out if record.domain == "gsm8k"] or trainer.held_out
         found = evaluate(trainer.model, held_out[: self.evaluated]) if held_out else {}
         info = provenance(trainer.config, trainer.step_number, trainer.progress, trainer.records)
         rows = [row for row in acceptance_rows(found) if row.dataset != "all"]
-        write_drafter(self.out / "export-latest", trainer.model, CardFields(info, rows))
+        write_drafter(self.out / LATEST, trainer.model, CardFields(info, rows))
         line = ", ".join(f"{row.dataset} {row.accept_length:.3f} ({row.prompts} prompts)" for row in rows)
         with (self.out / "exports.txt").open("a", encoding="utf-8") as file:
             file.write(f"step {trainer.step_number}, {trainer.progress:.1%}: held-out accept length {line}\n")

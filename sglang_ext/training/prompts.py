@@ -90,16 +90,25 @@ def read_source(source: PromptSource, seed: int = 0) -> list[Prompt]:
     path = Path(source.path)
     if not path.is_file():
         raise Refusal(f"path={source.path}", "an existing JSONL file", "correct the path of the source")
-    strip = re.compile(source.strip) if source.strip else None
+    try:
+        strip = re.compile(source.strip) if source.strip else None
+    except re.error as error:
+        raise Refusal(f"strip={source.strip} ({error})", "a regular expression", "correct it") from error
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise Refusal(f"path={source.path} cannot be read ({error})", "a JSONL file", "correct the path") from error
     seen: set[str] = set()
     prompts: list[Prompt] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
             if _excluded(row, source.exclude):
                 continue
             chats = list(_chats(row, source.field, strip))
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except Refusal:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise Refusal(
                 f"{path}:{number}: {type(error).__name__}: {error}",
                 f"one JSON object a line with the column {source.field!r}",

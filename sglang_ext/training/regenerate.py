@@ -46,17 +46,38 @@ class RegenerateConfig:
     shard: int = 0
     shards: int = 1
 
+    def __post_init__(self) -> None:
+        for name, low in (("self_written", 0), ("slots", 1), ("capacity", 2), ("state_layers", 0), ("seed", 0)):
+            if vars(self)[name] < low:
+                flag = f"--{name.replace('_', '-')}"
+                raise Refusal(f"{flag} {vars(self)[name]}", f"at least {low}", "correct the number")
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """Read finished records; a last line cut off by a crash is dropped from the file."""
+
+def read_records(path: Path, key: str = "key") -> list[dict[str, Any]]:
+    """Read finished records; a last line cut off by a crash is dropped from the file.
+
+    Raises:
+        Refusal: if the file is something else; it is then left as it is.
+    """
     if not path.exists():
         return []
-    data = path.read_bytes()
-    if data and not data.endswith(b"\n"):
-        data = data[: data.rfind(b"\n") + 1]
+    try:
+        data = path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        records = [json.loads(line) for line in whole.splitlines()]
+        if not all(isinstance(record, dict) and key in record for record in records):
+            raise ValueError(f"a row has no {key!r}")
+        cut, start = data[len(whole) :], f'{{"{key}": '.encode()
+        if cut[: len(start)] != start[: len(cut)]:
+            raise ValueError("its last line is no row cut off")
+    except (OSError, ValueError, RecursionError) as error:
+        raise Refusal(
+            f"{path} holds something else ({error})", "a new file, or rows of an earlier run", "choose another --out"
+        ) from error
+    if len(whole) < len(data):
         with path.open("r+b") as file:
-            file.truncate(len(data))
-    return [json.loads(line) for line in data.splitlines()]
+            file.truncate(len(whole))
+    return records
 
 
 def _append(file: Any, record: dict[str, Any]) -> None:
@@ -133,7 +154,7 @@ def write_instructions(
 ) -> list[Prompt]:
     """Sample user turns from the target until ``self_written`` different ones exist; kept beside ``out``."""
     path = Path(f"{config.out}.instructions.jsonl")
-    texts = list(dict.fromkeys(record["text"] for record in read_records(path)))
+    texts = list(dict.fromkeys(record["text"] for record in read_records(path, "text")))
     generator.generator.manual_seed(config.seed + len(texts))
     opening = tuple(tokenizer(user_turn_opening(tokenizer), add_special_tokens=False)["input_ids"])
     progress = Progress("instructions", config.self_written)
@@ -180,6 +201,10 @@ def regenerate(config: RegenerateConfig, dry_run: bool = False) -> int:
     from transformers import AutoTokenizer
 
     target = Target.load(config.target)
+    if config.state_layers > target.shape.num_layers:
+        raise Refusal(
+            f"--state-layers {config.state_layers}", f"the target has {target.shape.num_layers}", "lower the number"
+        )
     cache_bytes = KVCache.bytes_needed(target.shape, config.slots, config.capacity, target.embedding.element_size())
     print(f"KV cache: {cache_bytes / 1e6:.0f} MB", file=sys.stderr)
     if dry_run:

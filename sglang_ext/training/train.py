@@ -34,8 +34,18 @@ from sglang_ext.models.flexdraft.model import FlexDraftModel
 from sglang_ext.models.target import Target
 from sglang_ext.models.vocabulary import vocabulary_digest
 from sglang_ext.training.config import TrainConfig
-from sglang_ext.training.data import Batch, Record, Schedule, StateStore, collate, is_held_out, load_records
+from sglang_ext.training.data import (
+    Batch,
+    Record,
+    Schedule,
+    StateStore,
+    collate,
+    is_held_out,
+    load_records,
+    refuse_foreign_tokens,
+)
 from sglang_ext.training.optimizer import Optimizer, learning_scale
+from sglang_ext.training.state import read_state
 
 CHECKPOINT = "checkpoint.pt"
 LOG = "log.jsonl"
@@ -123,6 +133,7 @@ class Trainer:
         self.config, self.target, self.rank = config, target, rank
         self.records = [record for record in records if not is_held_out(record, config.held_out_percent)]
         self.held_out = [record for record in records if is_held_out(record, config.held_out_percent)]
+        refuse_foreign_tokens(records, target.shape.vocab_size)
         if not self.records:
             raise Refusal(f"{len(records)} rows, all held out", "at least one row to train on", "add rows to --data")
         self.model = build_model(target, config)
@@ -340,7 +351,7 @@ def _worker(rank: int, config: TrainConfig, export: Callable[[Trainer], None] | 
     trainer = Trainer(config, Target.load(config.target), load_records(config.data), rank)
     checkpoint = out / CHECKPOINT
     if checkpoint.exists():
-        trainer.load_state_dict(torch.load(checkpoint, weights_only=True), checkpoint)
+        trainer.load_state_dict(read_state(checkpoint), checkpoint)
     elif config.start_from:
         start_from(trainer.model, config.start_from)
     else:

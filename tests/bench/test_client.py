@@ -83,3 +83,9 @@ def test_a_dead_address_is_not_ready() -> None:
 def test_an_address_of_another_kind_is_refused() -> None:
     with pytest.raises(Refusal, match="--url"):
         Client("ftp://example")
+
+
+@pytest.mark.parametrize("url", ("http://host:99999", "host:port", "http://[::1", "http://"))
+def test_addresses_that_are_none_are_refused(url: str) -> None:
+    with pytest.raises(Refusal, match="--url"):
+        Client(url)

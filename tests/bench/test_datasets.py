@@ -79,3 +79,19 @@ def test_built_in_prompts_fill_a_batch_of_sixteen_and_are_distinct() -> None:
     assert len(problems) >= 16
     texts = [prompt.text for prompt in [*problems, *questions]]
     assert len(set(texts)) == len(texts)
+
+
+@pytest.mark.parametrize(
+    "row", ({"turns": []}, {"turns": 5}, {"messages": []}, {"messages": ["hi"]}, {"messages": [{"content": "x"}]})
+)
+def test_a_known_field_of_another_form_is_refused(tmp_path: Path, row: dict[str, Any]) -> None:
+    with pytest.raises(Refusal, match=r"x\.jsonl:1 has no prompt in"):
+        datasets.read(write(tmp_path / "x.jsonl", [row]), "x", 5)
+
+
+@pytest.mark.parametrize("content", (b"\xff\xfe\n", b"[" * 100_000, b'{"question": ' + b"9" * 10_000 + b"}"))
+def test_files_that_are_no_json_lines_are_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(Refusal, match=r"x\.jsonl"):
+        datasets.read(path, "x", 5)

@@ -119,10 +119,16 @@ def load_options(value: str | None) -> SpecOptions:
     """
     if value is None:
         return SpecOptions()
+    if not isinstance(value, str):  # from Python, where the host does not check it
+        raise Refusal(
+            f"{OPTIONS_FLAG} (speculative_adaptive_config) is a {type(value).__name__}",
+            "a string is allowed: a file name or a JSON object",
+            "pass json.dumps(...) of it",
+        )
     text, where = _read(value)
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also numbers and nesting beyond what Python reads
         raise Refusal(
             f"{OPTIONS_FLAG} {where} is not JSON ({error})", "a JSON object is allowed", "correct it"
         ) from error
@@ -138,7 +144,11 @@ def parse_request_options(custom_params: Mapping[str, Any] | None) -> RequestOpt
     Raises:
         ValueError: unknown key, unknown mode, or wrong type; the server answers 400 with this message.
     """
-    given = None if custom_params is None else custom_params.get(REQUEST_KEY)
+    if custom_params is None:
+        return RequestOptions()
+    if not isinstance(custom_params, Mapping):  # the host's own routes do not all check it
+        raise ValueError(f"custom_params is a {type(custom_params).__name__}; an object is allowed")
+    given = custom_params.get(REQUEST_KEY)
     if given is None:
         return RequestOptions()
     where = f"custom_params[{REQUEST_KEY!r}]"

@@ -29,6 +29,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         where = f"line {error.lineno} column {error.colno}: {error.msg}"
         raise Refusal(f"{path} is not valid JSON ({where})", "it must hold one JSON object", "copy it again") from error
+    except (ValueError, RecursionError) as error:  # numbers and nesting beyond what Python reads
+        raise Refusal(f"{path} is not valid JSON ({error})", "it must hold one JSON object", "copy it again") from error
     if not isinstance(value, dict):
         raise Refusal(f"{path} holds a JSON {type(value).__name__}", "it must hold one JSON object", "copy it again")
     return value

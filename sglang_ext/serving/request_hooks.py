@@ -1,4 +1,4 @@
-"""Two corrections in the host's front end: bad overrides get 400, and proposed drafts are counted as verified.
+"""Two corrections in the host's front end: bad requests get 400, and proposed drafts are counted as verified.
 
 Both run in the server's main process and only for our algorithms; on any other server they do nothing.
 """
@@ -12,10 +12,52 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_spec
 
 from sglang_ext.core.config import parse_request_options
-from sglang_ext.testing.scripts import SCRIPTS
+from sglang_ext.testing.scripts import SCRIPTS, TRANSCRIPT_KEY
 
 VALIDATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
 METRICS = "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics"
+
+
+def check_prompt(input_ids: list[int] | None, has_embeds: bool, vocab_size: int) -> None:
+    """Refuse a prompt that would only fail in the scheduler, where a failure ends the server.
+
+    Raises:
+        ValueError: there is no token, or one that the target does not have; the server answers 400 with this message.
+    """
+    if has_embeds:
+        return
+    if not input_ids:
+        raise ValueError("the prompt has no tokens; at least one is needed")
+    for token in (min(input_ids), max(input_ids)):
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"the prompt has token id {token}; ids from 0 to {vocab_size - 1} are allowed")
+
+
+def check_options(params: Any, scripted: bool) -> None:
+    """Refuse bad overrides in a request's sampling parameters.
+
+    Raises:
+        ValueError: the server answers 400 with this message.
+    """
+    if not isinstance(params, dict):
+        return
+    custom = params.get("custom_params")
+    options = parse_request_options(custom)
+    if scripted and custom is not None:
+        _check_transcript(custom.get(TRANSCRIPT_KEY))
+    if options.script is None:
+        return
+    if not scripted:
+        raise ValueError("custom_params['speculative'].script needs a server with --speculative-algorithm scripted")
+    if options.script not in SCRIPTS:
+        raise ValueError(f"custom_params['speculative'].script is {options.script!r}; allowed: {', '.join(SCRIPTS)}")
+
+
+def _check_transcript(transcript: Any) -> None:
+    if transcript is None:
+        return
+    if not isinstance(transcript, list) or not all(type(token) is int and 0 <= token < 2**31 for token in transcript):
+        raise ValueError(f"custom_params[{TRANSCRIPT_KEY!r}] is no list of token ids")
 
 
 @functools.cache
@@ -26,18 +68,9 @@ def install(algorithms: tuple[str, ...]) -> None:
         return get_spec().speculative_algorithm in algorithms
 
     def validate(manager: Any, obj: Any, input_ids: Any) -> None:
-        params = obj.sampling_params
-        if not ours() or not isinstance(params, dict):
-            return
-        options = parse_request_options(params.get("custom_params"))
-        if options.script is None:
-            return
-        if get_spec().speculative_algorithm != "SCRIPTED":
-            raise ValueError("custom_params['speculative'].script needs a server with --speculative-algorithm scripted")
-        if options.script not in SCRIPTS:
-            raise ValueError(
-                f"custom_params['speculative'].script is {options.script!r}; allowed: {', '.join(SCRIPTS)}"
-            )
+        if ours():
+            check_prompt(input_ids, obj.input_embeds is not None, manager.model_config.vocab_size)
+            check_options(obj.sampling_params, scripted=get_spec().speculative_algorithm == "SCRIPTED")
 
     def count_verified(result: None, manager: Any, meta_info: dict[str, Any], recv_obj: Any, i: int) -> None:
         # The host assumes that every step verifies the whole block; selective verification and plain steps do not.

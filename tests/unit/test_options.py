@@ -43,6 +43,8 @@ def test_inline_and_file_give_the_same(tmp_path: Path) -> None:
         ('{"draft_top_m": 1.5}', "draft_top_m is 1.5"),
         ('{"profile": "yes"}', "profile is 'yes'"),
         ("{", "is not JSON"),
+        ('{"mode": ' + "[" * 100_000, "is not JSON"),
+        ('{"draft_top_m": ' + "9" * 10_000 + "}", "is not JSON"),
         ("no/such/file.json", "cannot be read"),
     ],
 )
@@ -91,6 +93,17 @@ def test_request_overrides() -> None:
 def test_bad_request_overrides_raise(given: object, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         parse_request_options({"speculative": given})
+
+
+@pytest.mark.parametrize("given", ([], [{"speculative": {}}], "plain", 5, True))
+def test_custom_params_that_are_no_object_raise(given: object) -> None:
+    with pytest.raises(ValueError, match="an object is allowed"):
+        parse_request_options(given)  # type: ignore[arg-type]
+
+
+def test_options_given_as_an_object_from_python_are_refused() -> None:
+    with pytest.raises(Refusal, match="dumps"):
+        load_options({"mode": "plain"})  # type: ignore[arg-type]
 
 
 def test_every_option_is_documented_with_its_default() -> None:

@@ -17,6 +17,7 @@ from sglang_ext.training.data import load_records
 from sglang_ext.training.export import PeriodicExport, load_training_state, refuse_to_replace
 from sglang_ext.training.prompts import PromptSource, read_source
 from sglang_ext.training.regenerate import RegenerateConfig, read_records
+from sglang_ext.training.state import refusal_of_a_worker
 from sglang_ext.training.train import CHECKPOINT, train
 from tests.training.tiny_targets import random_rows, write_rows, write_target
 
@@ -221,3 +222,22 @@ def test_source_rows_of_another_form_are_refused(tmp_path: Path, row: str) -> No
         read_source(PromptSource("a", str(path), "text"))
     with pytest.raises(Refusal, match="regular expression"):
         read_source(PromptSource("a", str(path), "text", strip="(("))
+
+
+@pytest.mark.parametrize("workers", (1, 2))
+def test_a_worker_refuses_in_one_line(target: Path, tmp_path: Path, workers: int) -> None:
+    config = {**GOOD, "target": str(target), "data": ["/nowhere.jsonl"], "out": str(tmp_path / "run")}
+    with pytest.raises(Refusal, match=r"--data /nowhere\.jsonl; .*: correct the path") as refused:
+        train(TrainConfig.from_dict({**config, "workers": workers}, "here"))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_worker_that_fails_otherwise_is_no_refusal() -> None:
+    assert refusal_of_a_worker("Traceback\n  Refusal: x\nValueError: a; b: c") is None
+
+
+def test_an_out_that_cannot_be_written_is_named(target: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    config = {**GOOD, "target": str(target), "data": ["d"], "out": str(tmp_path / "file")}
+    with pytest.raises(Refusal, match=r"--out .*file cannot be written"):
+        train(TrainConfig.from_dict(config, "here"))

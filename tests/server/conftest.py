@@ -27,7 +27,7 @@ LONG_LAWS = (
 )
 """Laws that take minutes each and are marked slow whatever drafts."""
 MORE_SERVERS = ("test_unusual_flags", "test_seeds", "test_small_families")
-"""Modules that start further servers beside the session's, several GB each; marked slow."""
+"""Modules that start further servers beside the shared ones, several GB each; marked slow."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -84,7 +84,7 @@ def _running(pytestconfig: pytest.Config) -> dict[str, Server]:
 
 @pytest.fixture(scope="session")
 def session_servers(request: pytest.FixtureRequest, starter: Starter, drafter: Path) -> Iterator[dict[str, Server]]:
-    """The session's servers that any selected test needs, started together."""
+    """The shared servers that any selected test needs, started together."""
     wanted = {name for item in request.session.items for name in item.fixturenames} & set(SESSION_SERVERS)
     if any("speculator" in item.fixturenames for item in request.session.items):
         wanted = set(SESSION_SERVERS)

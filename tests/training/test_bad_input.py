@@ -19,22 +19,9 @@ from sglang_ext.training.prompts import PromptSource, read_source
 from sglang_ext.training.regenerate import RegenerateConfig, read_records
 from sglang_ext.training.state import refusal_of_a_worker
 from sglang_ext.training.train import CHECKPOINT, train
-from tests.training.tiny_targets import random_rows, write_rows, write_target
+from tests.training.tiny_targets import SMALL, random_rows, write_rows, write_target
 
-GOOD: dict[str, Any] = {
-    "target": "t",
-    "data": ["d"],
-    "out": "o",
-    "steps": 2,
-    "block_size": 4,
-    "num_layers": 2,
-    "calibrator_rank": 8,
-    "blocks_per_step": 8,
-    "anchors_per_sequence": 4,
-    "frequent": 0,
-    "held_out_percent": 0,
-    "threads": 1,
-}
+GOOD: dict[str, Any] = {"target": "t", "data": ["d"], "out": "o", "steps": 2, **SMALL}
 
 
 @pytest.fixture(scope="module")

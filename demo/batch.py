@@ -8,13 +8,14 @@ import uuid
 from dataclasses import dataclass, field, replace
 
 from demo import stats
-from demo.client import ServerProblem, Stream
+from demo.client import ServerProblem
 from demo.identity import IDENTICAL, compare
 from demo.markup import element, number, text
 from demo.prompts import BATCH_PROMPTS
 from demo.runs import OTHER_CLIENT, Endpoint, Occupancy
 from demo.settings import FAST_SIDE, PLAIN_SIDE, SIDES, Settings
-from demo.tracks import DONE, FAILED, RUNNING, STOPPED, Track, Writer
+from demo.tracks import DONE, STOPPED, Track, Writer
+from demo.work import Work
 
 
 @dataclass
@@ -26,7 +27,7 @@ class Row:
     tracks: dict[str, Track] = field(default_factory=lambda: {side: Track(side) for side in SIDES})
 
 
-class BatchRun:
+class BatchRun(Work):
     """``count`` prompts at once on each side, one side after the other.
 
     Args:
@@ -39,42 +40,18 @@ class BatchRun:
         rows: the prompts and their answers.
         seconds: per side, from sending to the last token, the prefill of all prompts included.
         shared: why the times are no measurement; empty if they are.
-        problem: why the run could not begin.
-        finished: whether the thread has ended.
     """
 
     def __init__(self, settings: Settings, endpoints: dict[str, Endpoint], occupancy: Occupancy, count: int) -> None:
+        super().__init__("demo-batch")
         prompts = [BATCH_PROMPTS[index % len(BATCH_PROMPTS)] for index in range(count)]
         self.rows = [Row(prompt) for prompt in prompts]
         self.settings = settings
         self.seconds: dict[str, float] = {}
-        self.problem = ""
-        self.finished = False
         self.side = ""
         self._marker = Track(FAST_SIDE)
         self._endpoints = endpoints
         self._occupancy = occupancy
-        self._stopping = threading.Event()
-        self._streams: list[Stream] = []
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._work, name="demo-batch", daemon=True)
-
-    def start(self) -> BatchRun:
-        """Begin."""
-        self._thread.start()
-        return self
-
-    def stop(self) -> None:
-        """End every stream here and on the server."""
-        self._stopping.set()
-        with self._lock:
-            streams = list(self._streams)
-        for stream in streams:
-            threading.Thread(target=stream.close, daemon=True).start()
-
-    def join(self, timeout_s: float | None = None) -> None:
-        """Wait for the end."""
-        self._thread.join(timeout_s)
 
     @property
     def shared(self) -> list[str]:
@@ -140,23 +117,9 @@ class BatchRun:
     def _ask(self, side: str, row: Row) -> None:
         track, endpoint = row.tracks[side], self._endpoints[side]
         body = {"input_ids": row.ids, "rid": uuid.uuid4().hex}
-        stream = endpoint.client.stream(
-            {**body, "sampling_params": self.settings.sampling(side, endpoint.facts.telemetry)}
-        )
-        with self._lock:
-            self._streams.append(stream)
-        writer = Writer(track, endpoint.vocabulary, company=len(self.rows) - 1)
-        track.status = RUNNING
-        try:
-            if self._stopping.is_set():
-                return
-            for at_s, chunk in stream:
-                writer.chunk(at_s, chunk)
-        except ServerProblem as problem:
-            stream.close()
-            track.status, track.message = FAILED, str(problem)
-            return
-        track.status = STOPPED if self._stopping.is_set() else DONE
+        params = self.settings.sampling(side, endpoint.facts.telemetry)
+        stream = self._open(endpoint.client, {**body, "sampling_params": params})
+        self._read(track, stream, Writer(track, endpoint.vocabulary, company=len(self.rows) - 1))
 
 
 def batch_html(run: BatchRun) -> str:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from sglang_ext.core.refusal import Refusal
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 READY_MS = 120_000
+START_S = 120.0
 RUN_MS = 900_000
 
 
@@ -40,6 +46,36 @@ def chromium() -> Iterator[Any]:
             yield browser
         finally:
             browser.close()
+
+
+@contextmanager
+def page_of(*flags: str, port: int) -> Iterator[str]:
+    """Run the demo and yield the page's address.
+
+    Raises:
+        RuntimeError: it does not come up.
+    """
+    process = subprocess.Popen([sys.executable, "-m", "demo", "--port", str(port), *flags])
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_S
+    try:
+        while not _answers(url):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the page did not come up at {url}")
+            time.sleep(0.2)
+        yield url
+    finally:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+        process.kill()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=10) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
 
 
 class Page:

@@ -6,20 +6,20 @@ import contextlib
 import dataclasses
 import os
 import threading
-import time
 import uuid
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from typing import Any
 
 from demo.background import Background
-from demo.client import Client, ServerProblem, Stream
+from demo.client import Client, ServerProblem
 from demo.facts import Facts
 from demo.identity import DIFFERENT, OPEN, Verdict, compare
 from demo.recording import Recording
 from demo.settings import FAST_SIDE, LIVE, PLAIN_SIDE, SIDES, TURNS, Settings
 from demo.texts import Vocabulary
-from demo.tracks import DONE, FAILED, RUNNING, STOPPED, WAITING, Track, Writer
+from demo.tracks import FAILED, RUNNING, STOPPED, WAITING, Track, Writer
+from demo.work import Work
 from sglang_ext.core.config import REQUEST_KEY
 
 OTHER_PAGE = "another run of this page was using the server"
@@ -71,7 +71,7 @@ class Occupancy:
         return bool(strangers)
 
 
-class Run:
+class Run(Work):
     """One prompt on both sides.
 
     Args:
@@ -81,51 +81,28 @@ class Run:
 
     Attributes:
         tracks: each side's answer.
-        started_s: ``time.monotonic()`` at which each side was asked.
         verdict: whether the answers are equal.
-        problem: why the run could not begin.
-        finished: whether the thread has ended.
         phase: what it does now, in words.
     """
 
     def __init__(self, settings: Settings, endpoints: dict[str, Endpoint], occupancy: Occupancy) -> None:
+        super().__init__("demo-run")
         self.settings = settings
         self.endpoints = endpoints
         self.tracks = {side: Track(side) for side in SIDES}
-        self.started_s: dict[str, float] = {}
         self.verdict = Verdict(OPEN)
-        self.problem = ""
-        self.finished = False
         self.phase = "reading the prompt"
         self._occupancy = occupancy
-        self._stopping = threading.Event()
-        self._streams: list[Stream] = []
-        self._lock = threading.Lock()
         self._background: Background | None = None
         self._wanted_background = settings.background
         self._created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        self._thread = threading.Thread(target=self._work, name="demo-run", daemon=True)
-
-    def start(self) -> Run:
-        """Begin; the tracks fill from now on."""
-        self._thread.start()
-        return self
 
     def stop(self) -> None:
-        """End every stream of this run here and on the server, within moments; later calls do nothing."""
-        self._stopping.set()
-        with self._lock:
-            streams = list(self._streams)
-        closers = [threading.Thread(target=stream.close, daemon=True) for stream in streams]
-        for closer in closers:
-            closer.start()
+        """End every stream of this run and its background requests, here and on the server; later calls do nothing."""
+        super().stop()
         background = self._background
         if background is not None:
             background.resize(0)
-
-    def join(self, timeout_s: float | None = None) -> None:
-        """Wait for the end."""
-        self._thread.join(timeout_s)
 
     def resize_background(self, count: int) -> None:
         """Change how many background requests run beside the panels, at once if one is running."""
@@ -196,28 +173,14 @@ class Run:
             return
         body: dict[str, Any] = {"input_ids": ids, "rid": uuid.uuid4().hex}
         body["sampling_params"] = self.settings.sampling(side, endpoint.facts.telemetry)
-        stream = endpoint.client.stream(body)
+        stream = self._open(endpoint.client, body)
         if endpoint.client.local:
             track.machine = machine_words()
-        with self._lock:
-            self._streams.append(stream)
         with self._occupancy.use(self, track), self._company(side, endpoint):
             if self._stopping.is_set():
                 return
             self.phase = f"{side} decoding"
             self._read(track, stream, Writer(track, endpoint.vocabulary))
-
-    def _read(self, track: Track, stream: Stream, writer: Writer) -> None:
-        track.status = RUNNING
-        try:
-            self.started_s[track.side] = time.monotonic()
-            for at_s, chunk in stream:
-                writer.chunk(at_s, chunk)
-        except ServerProblem as problem:
-            stream.close()
-            track.status, track.message = FAILED, str(problem)
-            return
-        track.status = STOPPED if self._stopping.is_set() or track.finish == "abort" else DONE
 
     @contextlib.contextmanager
     def _company(self, side: str, endpoint: Endpoint) -> Iterator[None]:

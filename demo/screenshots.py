@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from demo.browser import Page, chromium
+from demo.browser import Page, chromium, page_of
 
 OUT = Path(__file__).parents[1] / "docs" / "images"
 DESKTOP, PHONE = (1200, 1180), (390, 844)
-START_S = 120.0
 
 
 def main() -> int:
@@ -64,36 +57,6 @@ def shoot(page: Page, file: Path, top: str = "#summary") -> None:
     page.page.wait_for_timeout(400)
     page.page.screenshot(path=str(file))
     print(f"{file} ({file.stat().st_size // 1000} kB)")
-
-
-@contextmanager
-def page_of(*flags: str, port: int) -> Iterator[str]:
-    """Run the demo and yield the page's address.
-
-    Raises:
-        RuntimeError: it does not come up.
-    """
-    process = subprocess.Popen([sys.executable, "-m", "demo", "--port", str(port), *flags])
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_S
-    try:
-        while not _answers(url):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the page did not come up at {url}")
-            time.sleep(0.2)
-        yield url
-    finally:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        process.kill()
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=10) as response:
-            return bool(response.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 def _size(size: tuple[int, int]) -> dict[str, int]:

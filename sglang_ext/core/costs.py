@@ -1,7 +1,7 @@
 """What steps cost and what they bring, measured while serving: the numbers behind mode ``auto`` (FlexDraft section 4).
 
-Times are milliseconds between the starts of two consecutive steps of the same requests, so they hold everything a
-step costs, the host's own part included.
+Times are milliseconds between the starts of two consecutive decode steps with no prefill between them, so they hold
+everything a step costs, the host's own part included.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reading a run's checkpoint, so that a damaged one is named instead of ending in a traceback."""
+"""What a run reads back, its checkpoint and its workers' refusals, so that nothing bad ends in a traceback."""
 
 from __future__ import annotations
 
@@ -29,6 +29,16 @@ def read_state(path: Path) -> dict[str, Any]:
     if missing:
         raise _damaged(path, f"it has no {missing[0]!r}")
     return state
+
+
+def refusal_of_a_worker(trace: str) -> Refusal | None:
+    """The refusal that a worker's traceback ends with, or None if it failed otherwise."""
+    where, _, message = trace.strip().rpartition("\n")[2].partition("Refusal: ")
+    if where != f"{Refusal.__module__}.":
+        return None
+    given, _, rest = message.partition("; ")
+    allowed, _, fix = rest.rpartition(": ")
+    return Refusal(given, allowed, fix)
 
 
 def _damaged(path: Path, reason: str) -> Refusal:

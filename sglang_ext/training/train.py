@@ -28,7 +28,7 @@ from sglang_ext.training.config import CONFIGS, TrainConfig
 from sglang_ext.training.data import Batch, Record, Schedule, collate, is_held_out, load_records, refuse_foreign_tokens
 from sglang_ext.training.methods import load_drafter, method_for
 from sglang_ext.training.optimizer import Optimizer, learning_scale
-from sglang_ext.training.state import read_state
+from sglang_ext.training.state import read_state, refusal_of_a_worker
 
 CHECKPOINT = "checkpoint.pt"
 LOG = "log.jsonl"
@@ -348,16 +348,25 @@ def _worker(rank: int, config: TrainConfig, export: Callable[[Trainer], None] | 
 
 
 def train(config: TrainConfig, export: Callable[[Trainer], None] | None = None) -> None:
-    """Run to the end of the schedule; a checkpoint in ``config.out`` is continued."""
+    """Run to the end of the schedule; a checkpoint in ``config.out`` is continued.
+
+    Raises:
+        Refusal: bad data, target or checkpoint, or an ``out`` that cannot be written.
+    """
     out = Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n", encoding="utf-8")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise Refusal(f"--out {out} cannot be written ({error.strerror})", "a writable folder", "name one") from error
     if config.workers == 1:
         _worker(0, config, export, "")
         return
     rendezvous = out / f"rendezvous.{os.getpid()}"
     try:
         torch.multiprocessing.spawn(_worker, (config, export, f"file://{rendezvous}"), config.workers, join=True)
+    except torch.multiprocessing.ProcessRaisedException as error:
+        raise refusal_of_a_worker(str(error)) or error from error
     finally:
         rendezvous.unlink(missing_ok=True)
 

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 
-from demo.browser import Page, chromium, find_chromium
+from demo.browser import Page, chromium, find_chromium, page_of
 from sglang_ext.testing.server import Launch, Server, free_port
-
-START_S = 120.0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -105,26 +99,9 @@ class Proxy:
                 one.shutdown(socket.SHUT_RDWR)
 
 
-@contextmanager
-def demo(*flags: str) -> Iterator[str]:
-    """Run ``python -m demo`` and yield the page's address."""
-    port = free_port()
-    command = [sys.executable, "-m", "demo", "--port", str(port), *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_S
-    try:
-        while True:
-            with suppress(requests.RequestException):
-                if requests.get(url, timeout=10).status_code == 200:
-                    break
-            assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
-            time.sleep(0.2)
-        yield url
-    finally:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        process.kill()
+def demo(*flags: str) -> AbstractContextManager[str]:
+    """Run ``python -m demo`` on a free port; the context gives the page's address."""
+    return page_of(*flags, port=free_port())
 
 
 @pytest.fixture(scope="session")

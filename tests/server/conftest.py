@@ -37,7 +37,7 @@ LONG_LAWS = (
 )
 """Laws that take minutes each and are marked slow whatever drafts."""
 MORE_SERVERS = ("test_unusual_flags", "test_seeds", "test_small_families", "test_dflare", "test_gpt_oss")
-"""Modules that start further servers beside the session's, several GB each; marked slow."""
+"""Modules that start further servers beside the shared ones, several GB each; marked slow."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -108,7 +108,7 @@ def _running(pytestconfig: pytest.Config) -> dict[str, Server]:
 def session_servers(
     request: pytest.FixtureRequest, starter: Starter, drafter: Path, dflare_drafter: Path
 ) -> Iterator[dict[str, Server]]:
-    """The session's servers that any selected test needs, started together."""
+    """The shared servers that any selected test needs, started together."""
     wanted = {name for item in request.session.items for name in item.fixturenames} & set(SESSION_SERVERS)
     for item in request.session.items:
         if "speculator" in item.fixturenames:

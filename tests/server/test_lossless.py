@@ -47,7 +47,7 @@ def test_shared_prefixes(speculator: Speculator) -> None:
 
 @few
 def test_long_prompt_cold_and_warm(speculator: Speculator) -> None:
-    """Law L4 on the session's servers: a long prompt gives the plain text cold and from the prefix cache."""
+    """Law L4 on the shared servers: a long prompt gives the plain text cold and from the prefix cache."""
     asked = [Request(LONG_TEXT + "\nSummary:", {"max_new_tokens": 16})]
     speculator.server.flush()
     cold = speculator.hold(asked)[0]

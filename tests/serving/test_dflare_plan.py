@@ -143,7 +143,7 @@ def test_parallel_mode_is_refused_at_start_and_per_request(target: Path, drafter
     for mode in ("auto", "sequential", "plain"):
         assert plan(target, drafter, options=json.dumps({"mode": mode})).options.mode == mode
         check_mode(asking(mode))
-    check_mode(SimpleNamespace(sampling_params={}))
+    check_mode({})
     with pytest.raises(ValueError, match="allows auto, sequential and plain"):
         check_mode(asking("parallel"))
 
@@ -156,5 +156,6 @@ def test_pools_whose_slots_move_are_refused(flag: str) -> None:
     assert_refuses(("--" + flag.replace("_", "-"), "dflare"), lambda: validate_server_args(args))
 
 
-def asking(mode: str) -> SimpleNamespace:
-    return SimpleNamespace(sampling_params={"custom_params": {"speculative": {"mode": mode}}})
+def asking(mode: str) -> dict[str, Any]:
+    """Sampling parameters that choose a mode."""
+    return {"custom_params": {"speculative": {"mode": mode}}}

@@ -12,28 +12,16 @@ import torch
 from sglang_ext import cli
 from sglang_ext.core.refusal import Refusal
 from sglang_ext.models.target import Target
-from sglang_ext.training.config import TrainConfig
+from sglang_ext.training.config import FlexDraftTrainConfig
 from sglang_ext.training.data import load_records
 from sglang_ext.training.export import PeriodicExport, load_training_state, refuse_to_replace
 from sglang_ext.training.prompts import PromptSource, read_source
 from sglang_ext.training.regenerate import RegenerateConfig, read_records
+from sglang_ext.training.state import refusal_of_a_worker
 from sglang_ext.training.train import CHECKPOINT, train
-from tests.training.tiny_targets import random_rows, write_rows, write_target
+from tests.training.tiny_targets import SMALL, random_rows, write_rows, write_target
 
-GOOD: dict[str, Any] = {
-    "target": "t",
-    "data": ["d"],
-    "out": "o",
-    "steps": 2,
-    "block_size": 4,
-    "num_layers": 2,
-    "calibrator_rank": 8,
-    "blocks_per_step": 8,
-    "anchors_per_sequence": 4,
-    "frequent": 0,
-    "held_out_percent": 0,
-    "threads": 1,
-}
+GOOD: dict[str, Any] = {"target": "t", "data": ["d"], "out": "o", "steps": 2, **SMALL}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +34,7 @@ def run(target: Path, tmp_path: Path) -> Path:
     """A finished tiny run."""
     data = write_rows(tmp_path / "rows.jsonl", random_rows(4))
     out = tmp_path / "run"
-    train(TrainConfig.from_dict({**GOOD, "target": str(target), "data": [str(data)], "out": str(out)}, "here"))
+    train(FlexDraftTrainConfig.from_dict({**GOOD, "target": str(target), "data": [str(data)], "out": str(out)}, "here"))
     return out
 
 
@@ -77,7 +65,7 @@ def run(target: Path, tmp_path: Path) -> Path:
 )
 def test_numbers_out_of_range_name_their_flag(name: str, value: float) -> None:
     with pytest.raises(Refusal, match=f"--{name.replace('_', '-')} ") as refused:
-        TrainConfig.from_dict({**GOOD, name: value}, "here")
+        FlexDraftTrainConfig.from_dict({**GOOD, name: value}, "here")
     assert "\n" not in str(refused.value)
 
 
@@ -86,7 +74,7 @@ def test_config_files_that_are_no_json(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(content)
     with pytest.raises(Refusal, match="--config"):
-        TrainConfig.from_json(path)
+        FlexDraftTrainConfig.from_json(path)
 
 
 @pytest.mark.parametrize("content", (b"", b"junk", b"\x80\x04.", None))
@@ -157,7 +145,7 @@ def test_rows_of_another_target_are_refused(target: Path, run: Path, tmp_path: P
     data = write_rows(tmp_path / "foreign.jsonl", [([5, 6], [7, 8, 1000, 9])])
     config = {**GOOD, "target": str(target), "data": [str(data)], "out": str(tmp_path / "other")}
     with pytest.raises(Refusal, match="token 1000"):
-        train(TrainConfig.from_dict(config, "here"))
+        train(FlexDraftTrainConfig.from_dict(config, "here"))
     argv = ["evaluate", "--target", str(target), "--drafter", str(run), "--data", str(data)]
     assert cli.main(argv) == 1 and "token 1000" in capsys.readouterr().err
     rows = str(write_rows(tmp_path / "rows2.jsonl", random_rows(2)))
@@ -221,3 +209,22 @@ def test_source_rows_of_another_form_are_refused(tmp_path: Path, row: str) -> No
         read_source(PromptSource("a", str(path), "text"))
     with pytest.raises(Refusal, match="regular expression"):
         read_source(PromptSource("a", str(path), "text", strip="(("))
+
+
+@pytest.mark.parametrize("workers", (1, 2))
+def test_a_worker_refuses_in_one_line(target: Path, tmp_path: Path, workers: int) -> None:
+    config = {**GOOD, "target": str(target), "data": ["/nowhere.jsonl"], "out": str(tmp_path / "run")}
+    with pytest.raises(Refusal, match=r"--data /nowhere\.jsonl; .*: correct the path") as refused:
+        train(FlexDraftTrainConfig.from_dict({**config, "workers": workers}, "here"))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_worker_that_fails_otherwise_is_no_refusal() -> None:
+    assert refusal_of_a_worker("Traceback\n  Refusal: x\nValueError: a; b: c") is None
+
+
+def test_an_out_that_cannot_be_written_is_named(target: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    config = {**GOOD, "target": str(target), "data": ["d"], "out": str(tmp_path / "file")}
+    with pytest.raises(Refusal, match=r"--out .*file cannot be written"):
+        train(FlexDraftTrainConfig.from_dict(config, "here"))

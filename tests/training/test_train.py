@@ -33,18 +33,7 @@ from sglang_ext.training.flexdraft import StateStore
 from sglang_ext.training.methods import load_drafter
 from sglang_ext.training.optimizer import learning_scale, orthogonalise
 from sglang_ext.training.train import CHECKPOINT, LOG, dry_run, frequent_tokens, next_progress, train
-from tests.training.tiny_targets import EOS, random_rows, write_rows, write_target
-
-SMALL: dict[str, Any] = {
-    "block_size": 4,
-    "num_layers": 2,
-    "calibrator_rank": 8,
-    "blocks_per_step": 8,
-    "anchors_per_sequence": 4,
-    "frequent": 0,
-    "threads": 1,
-    "held_out_percent": 0,
-}
+from tests.training.tiny_targets import EOS, SMALL, random_rows, write_rows, write_target
 
 
 @pytest.fixture(scope="module")

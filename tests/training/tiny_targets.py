@@ -12,6 +12,18 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 VOCABULARY = 97
 EOS = 2
 
+#: Options of a training run that takes a moment on a tiny target.
+SMALL: dict[str, Any] = {
+    "block_size": 4,
+    "num_layers": 2,
+    "calibrator_rank": 8,
+    "blocks_per_step": 8,
+    "anchors_per_sequence": 4,
+    "frequent": 0,
+    "held_out_percent": 0,
+    "threads": 1,
+}
+
 FAMILIES = {
     "llama-gqa-tied": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 2, "tie_word_embeddings": True}),
     "llama-mha-untied": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 4, "tie_word_embeddings": False}),

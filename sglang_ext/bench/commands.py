@@ -18,7 +18,8 @@ from sglang_ext.bench import attention, datasets, environment, memory, steps
 from sglang_ext.bench.client import Client, Sampling, ServerError
 from sglang_ext.bench.datasets import DEFAULT_DATASETS, FILES
 from sglang_ext.bench.interleave import Size
-from sglang_ext.bench.server import ServerProcess, flexdraft_arguments, target_arguments
+from sglang_ext.bench.methods import ALGORITHMS, ServedMethod, parse_methods
+from sglang_ext.bench.server import ServerProcess, target_arguments
 from sglang_ext.core.refusal import Refusal
 from sglang_ext.core.schedule import MODE_NAMES
 
@@ -32,10 +33,10 @@ def add_parsers(subparsers: Any) -> None:
     """Attach ``bench`` with the commands under it, and ``bench-attention``."""
     bench = subparsers.add_parser(
         "bench",
-        help="measure FlexDraft against plain decoding: speed, accept length, text equality",
-        description="Measure one FlexDraft server against plain decoding on the same prompts, interleaved by round: "
-        "with requests that switch speculation off on the same server, and with a stock server without it. Without "
-        "--url the servers are started here. Writes results.json, report.md and plot.png.",
+        help="measure speculative against plain decoding: speed, accept length, text equality",
+        description="Measure FlexDraft, or several methods, against plain decoding on the same prompts, interleaved "
+        "by round: with a stock server without speculation and, for a single method, with requests that switch it off "
+        "on the same server. Without --url the servers are started here. Writes results.json, report.md and plot.png.",
     )
     add_server_options(bench)
     add_prompt_options(
@@ -44,7 +45,14 @@ def add_parsers(subparsers: Any) -> None:
         f"{FULL['max_new_tokens']}; {SMOKE['max_new_tokens']} with --smoke",
     )
     bench.add_argument("--smoke", action="store_true", help="a short run (about 10 minutes on two CPU cores)")
-    bench.add_argument("--url", metavar="URL", help="a running FlexDraft server, instead of starting one")
+    bench.add_argument(
+        "--methods",
+        metavar="NAME[=DIR],...",
+        type=lambda text: text.split(","),
+        default=["flexdraft"],
+        help=f"what to compare, with drafters, from {', '.join(ALGORITHMS)} (default: flexdraft); a server each",
+    )
+    bench.add_argument("--url", metavar="URL", help="a running server of the method, instead of starting one")
     bench.add_argument("--baseline-url", metavar="URL", help="a running plain server of the same target; needs --url")
     bench.add_argument("--no-baseline", action="store_true", help="compare with plain requests of the same server only")
     bench.add_argument(
@@ -62,7 +70,7 @@ def add_parsers(subparsers: Any) -> None:
         "--mode",
         choices=MODE_NAMES,
         default="auto",
-        help="how the FlexDraft requests draft (default: auto, as the server is configured)",
+        help="how the requests draft, ngram's apart (default: auto, as the server is configured)",
     )
     bench.add_argument(
         "--tie-gap",
@@ -83,7 +91,11 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say what is served."""
     parser.add_argument("--target", metavar="DIR", help="the target (default: the one `sglang-ext prepare` builds)")
     parser.add_argument("--drafter", metavar="DIR", help="the drafter (default: the one shipped for the target)")
-    parser.add_argument("--options", metavar="JSON", help="--speculative-adaptive-config of the FlexDraft server")
+    parser.add_argument(
+        "--options",
+        metavar="JSON",
+        help="--speculative-adaptive-config of the servers that this package's methods run on",
+    )
     parser.add_argument(
         "--server-args",
         metavar="FLAGS",
@@ -130,13 +142,16 @@ def run(args: argparse.Namespace) -> int:
         "temperature": args.temperature,
         "mode": args.mode,
         "tie_gap": args.tie_gap,
+        "methods": args.methods,
         "datasets": list(args.datasets) if args.data else "built-in",
     }
     _check_urls(args)
+    methods = parse_methods(args.methods, args.drafter)
+    _check_methods(args, methods)
     chosen = datasets.load(args.data, args.datasets, size.pool)
     out = out_folder(args)
     with ExitStack() as stack:
-        arms = _arms(args, settings, out, stack)
+        arms = _arms(args, methods, settings, out, stack)
         prompts = datasets.encode(chosen, _target_of(args, arms[0].client))
         context = environment.describe()
         context["server_info"] = _plan(arms[0].client)
@@ -182,29 +197,39 @@ def server_flags(args: argparse.Namespace) -> list[str]:
     return target_arguments(target_folder(args), device, args.server_args)
 
 
-def _arms(args: argparse.Namespace, settings: dict[str, Any], out: Path, stack: ExitStack) -> list[Any]:
-    """Return the arms, FlexDraft first and the best plain reference last; servers end with ``stack``."""
-    from sglang_ext.bench.runner import OVERRIDE, PLAIN, PLAIN_PARAMS, SPECULATIVE, Arm
+def _arms(
+    args: argparse.Namespace, methods: Sequence[ServedMethod], settings: dict[str, Any], out: Path, stack: ExitStack
+) -> list[Any]:
+    """Return the arms, the methods first and the best plain reference last; servers end with ``stack``."""
+    from sglang_ext.bench.runner import OVERRIDE, PLAIN, PLAIN_PARAMS, Arm
 
     mode = None if args.mode == "auto" else {"speculative": {"mode": args.mode}}
     cap, temperature = settings["max_new_tokens"], settings["temperature"]
     fast, plain = Sampling(cap, temperature, mode), Sampling(cap, temperature)
     override = Sampling(cap, temperature, PLAIN_PARAMS)
     if args.url is not None:
-        client = _running(args.url, "--url")
-        arms = [Arm(SPECULATIVE, client, fast), Arm(OVERRIDE, client, override)]
+        client, (method,) = _running(args.url, "--url"), methods
+        arms = [Arm(method.name, client, fast, has_records=not method.is_stock)]
+        if not method.is_stock:
+            arms.append(Arm(OVERRIDE, client, override))
         if args.baseline_url is not None:
             arms.append(Arm(PLAIN, _running(args.baseline_url, "--baseline-url"), plain))
         return arms
-    flags = server_flags(args)
-    extra = flexdraft_arguments(args.drafter, args.options)
-    server = stack.enter_context(ServerProcess("FlexDraft", [*flags, *extra], out / "server-flexdraft.log"))
-    arms = [Arm(SPECULATIVE, server.client, fast, server), Arm(OVERRIDE, server.client, override, server)]
-    if not args.no_baseline:
+    flags, arms = server_flags(args), []
+    for method in methods:
+        log = out / f"server-{method.name}.log"
+        server = stack.enter_context(ServerProcess(method.name, [*flags, *method.arguments(args.options)], log))
+        sampling = plain if method.is_stock else fast
+        arms.append(Arm(method.name, server.client, sampling, server, has_records=not method.is_stock))
+        if len(methods) == 1 and not method.is_stock:
+            arms.append(Arm(OVERRIDE, server.client, override, server))
         server.pause()
+    if not args.no_baseline:
         stock = stack.enter_context(ServerProcess("plain", flags, out / "server-plain.log"))
         arms.append(Arm(PLAIN, stock.client, plain, stock))
-        server.resume()
+    for arm in arms:
+        if arm.process is not None:
+            arm.process.resume()
     return arms
 
 
@@ -213,6 +238,16 @@ def _check_urls(args: argparse.Namespace) -> None:
         raise Refusal("--baseline-url without --url", "both servers run already, or none", "add --url")
     if args.baseline_url is not None and args.no_baseline:
         raise Refusal("--baseline-url and --no-baseline contradict each other", "one of them is allowed", "drop one")
+
+
+def _check_methods(args: argparse.Namespace, methods: Sequence[ServedMethod]) -> None:
+    given = f"--methods {','.join(args.methods)}"
+    if args.url is not None and len(methods) > 1:
+        raise Refusal(f"{given} with --url", "one method on one server", "name one method")
+    has_baseline = not args.no_baseline if args.url is None else args.baseline_url is not None
+    if not has_baseline and (len(methods) > 1 or methods[0].is_stock):
+        fix = "drop --no-baseline" if args.no_baseline else "add --baseline-url"
+        raise Refusal(f"{given} without a plain server", "one to compare with", fix)
 
 
 def _running(url: str, flag: str) -> Client:

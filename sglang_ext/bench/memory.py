@@ -17,7 +17,8 @@ import psutil
 
 from sglang_ext.bench import datasets, environment
 from sglang_ext.bench.client import Sampling
-from sglang_ext.bench.server import ServerProcess, flexdraft_arguments
+from sglang_ext.bench.methods import ServedMethod
+from sglang_ext.bench.server import ServerProcess
 from sglang_ext.core.refusal import Refusal
 
 POOL_FLAG = "--max-total-tokens"
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace, flags: Sequence[str], out: Path) -> int:
         flags = [*flags, POOL_FLAG, str(POOL_TOKENS)]
     groups = datasets.load(args.data, args.datasets, args.prompts or PROMPTS)
     prompts = [prompt for group in groups.values() for prompt in group][: args.prompts or PROMPTS]
-    extra = flexdraft_arguments(args.drafter, args.options)
+    extra = ServedMethod("flexdraft", args.drafter).arguments(args.options)
     plain = footprint("plain", flags, prompts, args.max_new_tokens or MAX_NEW_TOKENS, out)
     fast = footprint("flexdraft", [*flags, *extra], prompts, args.max_new_tokens or MAX_NEW_TOKENS, out)
     if plain.pool_tokens != fast.pool_tokens:

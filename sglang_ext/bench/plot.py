@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from sglang_ext.bench.report import Acceptance, Row
-from sglang_ext.bench.runner import OVERRIDE, PLAIN, SPECULATIVE
+from sglang_ext.bench.report import Acceptance, Row, arms_of
+from sglang_ext.bench.runner import OVERRIDE, PLAIN
 
-COLORS = {PLAIN: "#9aa5b1", OVERRIDE: "#c9d1d9", SPECULATIVE: "#2563eb"}
+COLORS = {
+    PLAIN: "#9aa5b1",
+    OVERRIDE: "#c9d1d9",
+    "flexdraft": "#2563eb",
+    "dflare": "#d97706",
+    "dflash": "#0f766e",
+    "ngram": "#9333ea",
+}
+LINES = ("o-", "s--", "^:")
 
 
 def is_available() -> bool:
@@ -39,18 +47,23 @@ def draw(path: Path, table: Sequence[Row], accepted: Sequence[Acceptance], subti
 
 
 def _bars(axis, table: Sequence[Row]) -> None:  # type: ignore[no-untyped-def]
-    arms = [name for name in COLORS if name in table[0].decode_tok_s]
+    plain = arms_of(table[0].decode_tok_s, plain=True)
+    arms = [*plain, *arms_of((row.arm for row in table), plain=False)]
+    batches = list(dict.fromkeys(row.batch for row in table))
     width = 0.8 / len(arms)
-    for number, arm in enumerate(arms):
-        places = [index + (number - (len(arms) - 1) / 2) * width for index in range(len(table))]
-        heights = [row.decode_tok_s[arm] for row in table]
-        axis.bar(places, heights, width, label=arm, color=COLORS[arm])
-    arm = next(iter(table[0].decode_ratio))
     top = max(max(row.decode_tok_s.values()) for row in table)
-    for index, row in enumerate(table):
-        height = max(row.decode_tok_s.values()) + 0.02 * top
-        axis.text(index, height, f"{row.decode_ratio[arm].estimate:.2f}x", ha="center", fontsize=9)
-    axis.set_xticks(range(len(table)), [f"batch {row.batch}" for row in table])
+    for number, arm in enumerate(arms):
+        # Every method's row repeats the plain arms.
+        rows = {row.batch: row for row in table if arm in row.decode_tok_s}
+        places = [index + (number - (len(arms) - 1) / 2) * width for index in range(len(batches))]
+        heights = [rows[batch].decode_tok_s[arm] for batch in batches]
+        axis.bar(places, heights, width, label=arm, color=COLORS[arm])
+        if arm in plain:
+            continue
+        for place, batch, height in zip(places, batches, heights, strict=True):
+            ratio = rows[batch].decode_ratio[plain[0]].estimate
+            axis.text(place, height + 0.02 * top, f"{ratio:.2f}x", ha="center", fontsize=9 if len(arms) < 4 else 7)
+    axis.set_xticks(range(len(batches)), [f"batch {batch}" for batch in batches])
     axis.set_ylabel("decoded tokens a second")
     axis.set_ylim(0, 1.12 * top)
     axis.legend(frameon=False, fontsize=8, loc="upper left")
@@ -58,9 +71,16 @@ def _bars(axis, table: Sequence[Row]) -> None:  # type: ignore[no-untyped-def]
 
 
 def _curves(axis, accepted: Sequence[Acceptance]) -> None:  # type: ignore[no-untyped-def]
+    datasets = list(dict.fromkeys(item.dataset for item in accepted))
     for item in accepted:
         reached = [rate for rate in item.positions if rate.reached]
-        axis.plot([rate.position for rate in reached], [rate.conditional for rate in reached], "o-", label=item.dataset)
+        axis.plot(
+            [rate.position for rate in reached],
+            [rate.conditional for rate in reached],
+            LINES[datasets.index(item.dataset) % len(LINES)],
+            color=COLORS[item.arm],
+            label=f"{item.arm}, {item.dataset}",
+        )
     axis.set_ylim(0, 1)
     axis.set_xticks(range(1, 1 + max(len(item.positions) for item in accepted)))
     axis.set_xlabel("draft position")

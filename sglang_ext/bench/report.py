@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from sglang_ext.bench import environment as env
-from sglang_ext.bench.runner import OVERRIDE, PLAIN, SPECULATIVE, Measurement
+from sglang_ext.bench.runner import REFERENCES, Measurement
 from sglang_ext.bench.stats import Interval, PositionRate, acceptance_by_position, ratio_interval
 from sglang_ext.bench.texts import Score, TextCheck, compare
 from sglang_ext.core.records import StepRecord
@@ -17,18 +17,20 @@ from sglang_ext.core.records import StepRecord
 
 @dataclass(frozen=True)
 class Row:
-    """One dataset at one batch size.
+    """One method on one dataset at one batch size.
 
     Attributes:
-        decode_tok_s, total_tok_s: mean speed of each arm, in tokens a second.
-        decode_ratio, total_ratio: FlexDraft over each plain arm, paired by round.
-        accept_length: tokens per target pass of the FlexDraft arm, prefill's token included; None if not counted.
+        arm: the method.
+        decode_tok_s, total_tok_s: mean speed of the method and of each plain arm, in tokens a second.
+        decode_ratio, total_ratio: the method over each plain arm, paired by round.
+        accept_length: tokens per target pass of the method, prefill's token included; None if not counted.
         texts: comparison with each plain arm; empty when sampling.
         rounds: rounds measured.
     """
 
     dataset: str
     batch: int
+    arm: str
     rounds: int
     decode_tok_s: dict[str, float]
     total_tok_s: dict[str, float]
@@ -40,9 +42,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What the step records of one dataset say (requests one at a time)."""
+    """What one method's step records of one dataset say (requests one at a time)."""
 
     dataset: str
+    arm: str
     steps: int
     mean_verify_length: float
     mean_accepted: float
@@ -51,18 +54,28 @@ class Acceptance:
 
 
 def rows(measurements: Sequence[Measurement], score: Score | None, tie_gap: float) -> list[Row]:
-    """Return one row per dataset and batch size; texts are compared if ``score`` is given (greedy decoding)."""
+    """Return a row per dataset, batch size and method; texts are compared if ``score`` is given (greedy decoding)."""
     groups: dict[tuple[str, int], dict[str, list[Measurement]]] = {}
     for measurement in measurements:
         block = measurement.block
         groups.setdefault((block.dataset, block.batch), {}).setdefault(block.arm, []).append(measurement)
-    return [_row(dataset, batch, arms, score, tie_gap) for (dataset, batch), arms in groups.items()]
+    return [
+        _row(dataset, batch, arm, arms, score, tie_gap)
+        for (dataset, batch), arms in groups.items()
+        for arm in arms_of(arms, plain=False)
+    ]
 
 
-def acceptance(records: Mapping[str, Sequence[StepRecord]]) -> list[Acceptance]:
+def arms_of(names: Iterable[str], *, plain: bool) -> list[str]:
+    """Return the plain arms or the methods among ``names``, each once; plain servers before plain requests."""
+    known = dict.fromkeys(names)
+    return [name for name in REFERENCES if name in known] if plain else [n for n in known if n not in REFERENCES]
+
+
+def acceptance(records: Mapping[tuple[str, str], Sequence[StepRecord]]) -> list[Acceptance]:
     """Summarise step records; prefill records and steps that verified nothing are left out."""
     summaries = []
-    for dataset, every in records.items():
+    for (dataset, arm), every in records.items():
         steps = [record for record in every if record.mode != "prefill"]
         modes: dict[str, int] = {}
         for record in steps:
@@ -71,6 +84,7 @@ def acceptance(records: Mapping[str, Sequence[StepRecord]]) -> list[Acceptance]:
         summaries.append(
             Acceptance(
                 dataset,
+                arm,
                 len(steps),
                 sum(record.verify_length for record in steps) / count,
                 sum(record.accepted for record in steps) / count,
@@ -83,7 +97,7 @@ def acceptance(records: Mapping[str, Sequence[StepRecord]]) -> list[Acceptance]:
 
 def markdown(table: Sequence[Row], accepted: Sequence[Acceptance], environment: Mapping[str, Any]) -> str:
     """Return the report as Markdown."""
-    lines = ["# FlexDraft against plain decoding", "", env.summary(dict(environment)), ""]
+    lines = ["# Speculative against plain decoding", "", env.summary(dict(environment)), ""]
     lines += summary_table(table)
     lines += [
         "",
@@ -100,13 +114,13 @@ def markdown(table: Sequence[Row], accepted: Sequence[Acceptance], environment: 
 
 def summary_table(table: Sequence[Row]) -> list[str]:
     """Return the main table: decoding speed, ratios, accept length, text equality."""
-    arms = _plain_arms(table)
-    head = ["dataset", "batch", *(f"{arm} tok/s" for arm in [*arms, SPECULATIVE])]
+    arms = list(table[0].decode_ratio)
+    head = ["dataset", "batch", "method", *(f"{arm} tok/s" for arm in arms), "tok/s"]
     head += [f"ratio to {arm}" for arm in arms] + ["accept length"] + [f"texts = {arm}" for arm in arms]
     body = []
     for row in table:
-        cells = [row.dataset, str(row.batch)]
-        cells += [f"{row.decode_tok_s[arm]:.1f}" for arm in [*arms, SPECULATIVE]]
+        cells = [row.dataset, str(row.batch), row.arm]
+        cells += [f"{row.decode_tok_s[arm]:.1f}" for arm in [*arms, row.arm]]
         cells += [str(row.decode_ratio[arm]) for arm in arms]
         cells.append("-" if row.accept_length is None else f"{row.accept_length:.2f}")
         cells += [str(row.texts[arm]) if arm in row.texts else "sampled" for arm in arms]
@@ -116,14 +130,15 @@ def summary_table(table: Sequence[Row]) -> list[str]:
 
 def end_to_end_table(table: Sequence[Row]) -> list[str]:
     """Return the table of speeds with reading the prompt included."""
-    arms = _plain_arms(table)
-    head = ["dataset", "batch", *(f"{arm} end-to-end tok/s" for arm in [*arms, SPECULATIVE])]
+    arms = list(table[0].decode_ratio)
+    head = ["dataset", "batch", "method", *(f"{arm} end-to-end tok/s" for arm in arms), "end-to-end tok/s"]
     head += [f"ratio to {arm}" for arm in arms] + ["rounds"]
     body = [
         [
             row.dataset,
             str(row.batch),
-            *(f"{row.total_tok_s[arm]:.1f}" for arm in [*arms, SPECULATIVE]),
+            row.arm,
+            *(f"{row.total_tok_s[arm]:.1f}" for arm in [*arms, row.arm]),
             *(str(row.total_ratio[arm]) for arm in arms),
             str(row.rounds),
         ]
@@ -133,7 +148,7 @@ def end_to_end_table(table: Sequence[Row]) -> list[str]:
 
 
 def acceptance_table(item: Acceptance) -> list[str]:
-    """Return one dataset's acceptance by draft position."""
+    """Return a method's acceptance by draft position on one dataset."""
     modes = ", ".join(f"{count} {mode}" for mode, count in item.modes.items())
     head = ["draft position", "verified", "accepted", "accepted of verified", "accepted if all before were"]
     body = [
@@ -147,8 +162,8 @@ def acceptance_table(item: Acceptance) -> list[str]:
         for rate in item.positions
     ]
     title = (
-        f"{item.dataset}, batch 1: {item.steps} steps ({modes}), {item.mean_verify_length:.2f} drafts verified and "
-        f"{item.mean_accepted:.2f} accepted per step"
+        f"{item.arm}, {item.dataset}, batch 1: {item.steps} steps ({modes}), {item.mean_verify_length:.2f} drafts "
+        f"verified and {item.mean_accepted:.2f} accepted per step"
     )
     return [title, "", *render_table(head, body)]
 
@@ -174,17 +189,20 @@ def write(
     (folder / "report.md").write_text(markdown_text, encoding="utf-8")
 
 
-def _row(dataset: str, batch: int, arms: Mapping[str, list[Measurement]], score: Score | None, tie_gap: float) -> Row:
-    plain = [name for name in (PLAIN, OVERRIDE) if name in arms]
-    fast = arms[SPECULATIVE]
+def _row(
+    dataset: str, batch: int, arm: str, arms: Mapping[str, list[Measurement]], score: Score | None, tie_gap: float
+) -> Row:
+    plain, fast = arms_of(arms, plain=True), arms[arm]
+    shown = [arm, *plain]
     verify = sum(completion.verify_count for measurement in fast for completion in measurement.completions)
     by_key = {name: {measurement.key: measurement for measurement in arms[name]} for name in plain}
     return Row(
         dataset=dataset,
         batch=batch,
+        arm=arm,
         rounds=len(fast),
-        decode_tok_s={name: _mean([m.decode_tok_s for m in group]) for name, group in arms.items()},
-        total_tok_s={name: _mean([m.total_tok_s for m in group]) for name, group in arms.items()},
+        decode_tok_s={name: _mean([m.decode_tok_s for m in arms[name]]) for name in shown},
+        total_tok_s={name: _mean([m.total_tok_s for m in arms[name]]) for name in shown},
         decode_ratio={name: _paired(fast, by_key[name], lambda m: m.decode_tok_s) for name in plain},
         total_ratio={name: _paired(fast, by_key[name], lambda m: m.total_tok_s) for name in plain},
         accept_length=sum(measurement.tokens for measurement in fast) / verify if verify else None,
@@ -203,10 +221,6 @@ def _paired(fast: Sequence[Measurement], slow: Mapping[Any, Measurement], speed:
 def _mean(values: Sequence[float | None]) -> float:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else 0.0
-
-
-def _plain_arms(table: Sequence[Row]) -> list[str]:
-    return list(table[0].decode_ratio)
 
 
 def render_table(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:

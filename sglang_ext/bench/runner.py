@@ -15,9 +15,10 @@ from sglang_ext.bench.interleave import Block, Size, schedule
 from sglang_ext.bench.server import ServerProcess
 from sglang_ext.core.records import StepRecord
 
-SPECULATIVE = "flexdraft"
 OVERRIDE = "plain request"
 PLAIN = "plain server"
+REFERENCES = (PLAIN, OVERRIDE)
+"""Arms that decode plainly; every other arm speculates and is named after its method."""
 WARM_UP_TOKENS = 16
 PLAIN_PARAMS = {"speculative": {"mode": "plain"}}
 
@@ -27,17 +28,24 @@ class Arm:
     """One configuration under comparison.
 
     Attributes:
-        name: ``flexdraft``, ``plain request`` (same server, speculation switched off by the request) or
+        name: the method that drafts, ``plain request`` (its server, speculation switched off by the request) or
             ``plain server`` (a stock server).
         client: its server.
         sampling: how its requests decode.
         process: the server's processes if this measurement started them, to pause it while others are measured.
+        has_records: its answers can carry step records.
     """
 
     name: str
     client: Client
     sampling: Sampling
     process: ServerProcess | None = None
+    has_records: bool = True
+
+    @property
+    def speculates(self) -> bool:
+        """Whether its requests are drafted for."""
+        return self.name not in REFERENCES
 
 
 @dataclass(frozen=True)
@@ -160,16 +168,17 @@ def measure(arm: Arm, block: Block, max_new_tokens: int | None = None) -> Measur
 
 def collect_records(
     arms: Sequence[Arm], prompts: Mapping[str, Sequence[Prompt]], count: int, options: dict[str, Any]
-) -> dict[str, list[StepRecord]]:
-    """Return the first arm's step records of ``count`` prompts of each dataset, one request at a time."""
-    arm, switch = arms[0], Switch(arms)
-    switch.only(arm)
-    records: dict[str, list[StepRecord]] = {}
-    for name, group in prompts.items():
-        records[name] = []
-        for number, prompt in enumerate(group[:count], start=1):
-            records[name] += arm.client.records(prompt.input_ids, arm.sampling, options)
-            status(f"step records: {name} {number}/{min(count, len(group))}")
+) -> dict[tuple[str, str], list[StepRecord]]:
+    """Return the step records of ``count`` prompts by (dataset, arm), one request at a time."""
+    switch = Switch(arms)
+    records: dict[tuple[str, str], list[StepRecord]] = {}
+    for arm in (arm for arm in arms if arm.speculates and arm.has_records):
+        switch.only(arm)
+        for name, group in prompts.items():
+            found = records.setdefault((name, arm.name), [])
+            for number, prompt in enumerate(group[:count], start=1):
+                found += arm.client.records(prompt.input_ids, arm.sampling, options)
+                status(f"step records: {arm.name}, {name} {number}/{min(count, len(group))}")
     switch.all()
     finished("step records: done")
     return records

@@ -154,16 +154,6 @@ def target_arguments(target: str, device: str | None, extra: Sequence[str]) -> l
     return [*arguments, *extra]
 
 
-def flexdraft_arguments(drafter: str | None, options: str | None) -> list[str]:
-    """Return the flags that add speculation to :func:`target_arguments`."""
-    arguments = ["--speculative-algorithm", "flexdraft"]
-    if drafter is not None:
-        arguments += ["--speculative-draft-model-path", drafter]
-    if options is not None:
-        arguments += ["--speculative-adaptive-config", options]
-    return arguments
-
-
 def _descendants(pid: int) -> list[psutil.Process]:
     try:
         return psutil.Process(pid).children(recursive=True)

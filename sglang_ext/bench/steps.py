@@ -18,8 +18,9 @@ from sglang_ext.bench import datasets, environment
 from sglang_ext.bench.client import Client, Completion, Sampling
 from sglang_ext.bench.console import finished, status
 from sglang_ext.bench.interleave import arm_order
+from sglang_ext.bench.methods import ServedMethod
 from sglang_ext.bench.runner import OVERRIDE, PLAIN, Arm, Switch
-from sglang_ext.bench.server import ServerProcess, flexdraft_arguments
+from sglang_ext.bench.server import ServerProcess
 from sglang_ext.core.config import load_options
 
 PROMPTS = 8
@@ -72,7 +73,11 @@ def run(args: argparse.Namespace, flags: Sequence[str], out: Path) -> int:
     options = json.dumps({**asdict(load_options(args.options)), "profile": True})
     with ExitStack() as stack:
         fast = stack.enter_context(
-            ServerProcess("FlexDraft", [*flags, *flexdraft_arguments(args.drafter, options)], out / "server-steps.log")
+            ServerProcess(
+                "FlexDraft",
+                [*flags, *ServedMethod("flexdraft", args.drafter).arguments(options)],
+                out / "server-steps.log",
+            )
         )
         fast.pause()
         plain = stack.enter_context(ServerProcess("plain", flags, out / "server-steps-plain.log"))

@@ -13,9 +13,10 @@ from sglang_ext.bench import plot, report
 from sglang_ext.bench.client import Completion
 from sglang_ext.bench.datasets import Prompt
 from sglang_ext.bench.interleave import Block
-from sglang_ext.bench.runner import OVERRIDE, PLAIN, SPECULATIVE, Measurement, Progress, format_seconds
+from sglang_ext.bench.runner import OVERRIDE, PLAIN, Measurement, Progress, format_seconds
 from sglang_ext.core.records import StepRecord
 
+SPECULATIVE = "flexdraft"
 ENVIRONMENT = {
     "hardware": {"gpus": [], "cpu": "Some CPU", "usable_cpus": 2, "omp_num_threads": None},
     "versions": {"sglang": "1.2.3", "torch": None},
@@ -79,6 +80,25 @@ def test_a_row_pairs_rounds_and_counts_texts() -> None:
     assert row.decode_tok_s[SPECULATIVE] == pytest.approx(20.0)
 
 
+def two_methods() -> list[Measurement]:
+    ids = list(range(21))
+    return [
+        *[item for item in three_arms() if item.block.arm != OVERRIDE],
+        *[measurement("dflare", [0.5], [[*ids[:-1], 99]], index, verify=5) for index in range(3)],
+    ]
+
+
+def test_every_method_has_a_row_beside_the_same_plain_server() -> None:
+    one, two = report.rows(two_methods(), lambda ids, candidates: [0.0, -5.0], 0.02)
+    assert (one.arm, two.arm) == (SPECULATIVE, "dflare")
+    assert one.decode_tok_s[PLAIN] == two.decode_tok_s[PLAIN] and "dflare" not in one.decode_tok_s
+    assert (one.decode_ratio[PLAIN].estimate, two.decode_ratio[PLAIN].estimate) == pytest.approx((2.0, 4.0))
+    assert (one.texts[PLAIN].different, two.texts[PLAIN].different) == (0, 3)
+    assert two.accept_length == pytest.approx(4.2)
+    lines = report.summary_table([one, two])
+    assert len({line.count("|") for line in lines}) == 1 and "dflare" in lines[-1]
+
+
 @pytest.mark.parametrize(("gap", "ties"), [(0.001, 1), (0.5, 0)])
 def test_a_difference_is_a_near_tie_only_below_the_tolerance(gap: float, ties: int) -> None:
     asked = []
@@ -114,7 +134,7 @@ RECORDS = [
 
 
 def test_step_records_are_summed_without_the_prefill() -> None:
-    (item,) = report.acceptance({"gsm8k": RECORDS})
+    (item,) = report.acceptance({("gsm8k", SPECULATIVE): RECORDS})
     assert (item.steps, item.modes) == (2, {"parallel": 1, "sequential": 1})
     assert (item.mean_verify_length, item.mean_accepted) == (2.0, 1.5)
     assert [rate.accepted for rate in item.positions] == [2, 1, 0]
@@ -122,7 +142,7 @@ def test_step_records_are_summed_without_the_prefill() -> None:
 
 def test_tables_are_rectangular_and_the_report_names_the_machine() -> None:
     table = report.rows(three_arms(), never, 0.02)
-    accepted = report.acceptance({"gsm8k": RECORDS})
+    accepted = report.acceptance({("gsm8k", SPECULATIVE): RECORDS})
     text = report.markdown(table, accepted, ENVIRONMENT)
     assert "Some CPU, 2 CPUs, OMP_NUM_THREADS default; sglang 1.2.3; revision abc123" in text
     for block in text.split("\n\n"):
@@ -133,7 +153,9 @@ def test_tables_are_rectangular_and_the_report_names_the_machine() -> None:
 def test_the_json_file_holds_every_raw_measurement_and_no_nan(tmp_path: Path) -> None:
     measurements = three_arms()
     table = report.rows(measurements, never, 0.02)
-    accepted = report.acceptance({"gsm8k": [StepRecord("parallel", 2, (1, 2), 0, 4, 3, (0.5, 0.5), 1.0, 1)]})
+    accepted = report.acceptance(
+        {("gsm8k", SPECULATIVE): [StepRecord("parallel", 2, (1, 2), 0, 4, 3, (0.5, 0.5), 1.0, 1)]}
+    )
     report.write(tmp_path, "text", measurements, table, accepted, ENVIRONMENT, {"batches": [1]})
 
     def no_constants(name: str) -> float:
@@ -147,7 +169,16 @@ def test_the_json_file_holds_every_raw_measurement_and_no_nan(tmp_path: Path) ->
 
 @pytest.mark.skipif(not plot.is_available(), reason="matplotlib is not installed")
 def test_the_plot_is_a_png(tmp_path: Path) -> None:
-    plot.draw(tmp_path / "p.png", report.rows(three_arms(), never, 0.02), report.acceptance({"gsm8k": RECORDS}), "sub")
+    records = {("gsm8k", SPECULATIVE): RECORDS, ("gsm8k", "dflare"): RECORDS}
+    table = report.rows(two_methods(), lambda ids, candidates: [0.0, -5.0], 0.02)
+    plot.draw(tmp_path / "two.png", table, report.acceptance(records), "sub")
+    assert (tmp_path / "two.png").read_bytes().startswith(b"\x89PNG")
+    plot.draw(
+        tmp_path / "p.png",
+        report.rows(three_arms(), never, 0.02),
+        report.acceptance({("gsm8k", SPECULATIVE): RECORDS}),
+        "sub",
+    )
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -7,8 +7,10 @@ from typing import Any
 from sglang_ext.bench.client import Client, Sampling
 from sglang_ext.bench.datasets import Prompt
 from sglang_ext.bench.interleave import Size
-from sglang_ext.bench.runner import OVERRIDE, PLAIN, PLAIN_PARAMS, SPECULATIVE, Arm, Switch, run
+from sglang_ext.bench.runner import OVERRIDE, PLAIN, PLAIN_PARAMS, Arm, Switch, run
 from tests.bench.fake_server import FakeServer, serving
+
+SPECULATIVE = "flexdraft"
 
 
 def echo(body: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from sglang_ext.bench.environment import cpu_model
-from sglang_ext.bench.server import ServerProcess, flexdraft_arguments, target_arguments
+from sglang_ext.bench.server import ServerProcess, target_arguments
 from sglang_ext.core.refusal import Refusal
 
 HEALTHY = """
@@ -57,10 +57,6 @@ def test_flags_name_what_is_served() -> None:
         "--model-path", "/t", "--device", "cpu", "--dtype", "float32",
     ]  # fmt: skip
     assert target_arguments("/t", None, []) == ["--model-path", "/t"]
-    assert flexdraft_arguments(None, None) == ["--speculative-algorithm", "flexdraft"]
-    assert flexdraft_arguments("/d", "{}")[2:] == [
-        "--speculative-draft-model-path", "/d", "--speculative-adaptive-config", "{}",
-    ]  # fmt: skip
 
 
 def test_the_processor_is_named_as_the_kernel_names_it(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""Servers of the black-box suite: four for the whole session, special ones where a law needs other flags.
+"""Servers of the black-box suite: four shared ones, special ones where a law needs other flags.
 
-``plain``, ``scripted``, ``flexdraft`` and ``dflare`` start together, and only those that the selected tests ask for.
-``plain`` is the reference of everything; its greedy answers are asked for once and remembered.
+``plain`` and ``scripted`` start together, ``flexdraft`` and ``dflare`` when the first test needs one of them, and only
+those that the selected tests ask for. ``plain`` is the reference of everything; its greedy answers are asked for once
+and remembered. Modules with servers of their own come first, so that no more than four or five are up at a time.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from sglang_ext.testing.drafters import untrained_drafter
-from sglang_ext.testing.server import Reply, Request, Server, Starter
+from sglang_ext.testing.server import Launch, Reply, Request, Server, Starter
 from sglang_ext.testing.speculators import (
     ALWAYS_DRAFT,
     DFLARE,
@@ -25,7 +26,9 @@ from sglang_ext.testing.speculators import (
 )
 from sglang_ext.testing.tapped_drafters import untrained_tapped_drafter
 
-SESSION_SERVERS = ("plain", "scripted", "flexdraft", DFLARE)
+REFERENCE_SERVERS = ("plain", "scripted")
+DRAFTING_SERVERS = ("flexdraft", DFLARE)
+SHARED_SERVERS = (*REFERENCE_SERVERS, *DRAFTING_SERVERS)
 COMMON_TOKEN = 28
 """The comma of the default target, which an untrained drafter drafts."""
 QUICK_SPECULATORS = ("oracle", "parallel")
@@ -36,8 +39,8 @@ LONG_LAWS = (
     "test_hundredth_request_and_concurrency",
 )
 """Laws that take minutes each and are marked slow whatever drafts."""
-MORE_SERVERS = ("test_unusual_flags", "test_seeds", "test_small_families", "test_dflare", "test_gpt_oss")
-"""Modules that start further servers beside the shared ones, several GB each; marked slow."""
+MORE_SERVERS = ("test_seeds", "test_small_families", "test_dflare", "test_gpt_oss", "test_unusual_flags")
+"""Modules that start servers of their own, several GB each, the last one beside shared ones; marked slow, run first."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -50,6 +53,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
             if params.get("speculator", "oracle") not in QUICK_SPECULATORS:
                 item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: _rank(item, here))
+
+
+def _rank(item: pytest.Item, here: Path) -> int:
+    """Other suites, then modules with servers of their own, then the rest of this suite."""
+    if not item.path.is_relative_to(here):
+        return 0
+    name = item.path.stem
+    return 1 + MORE_SERVERS.index(name) if name in MORE_SERVERS else 1 + len(MORE_SERVERS)
 
 
 @pytest.fixture(scope="session")
@@ -98,25 +110,53 @@ def _running(pytestconfig: pytest.Config) -> dict[str, Server]:
     for option in pytestconfig.getoption("--running"):
         name, _, where = option.partition("=")
         url, _, log = where.partition(",")
-        if name not in SESSION_SERVERS:
-            raise pytest.UsageError(f"--running {option}: NAME is one of {', '.join(SESSION_SERVERS)}")
+        if name not in SHARED_SERVERS:
+            raise pytest.UsageError(f"--running {option}: NAME is one of {', '.join(SHARED_SERVERS)}")
         servers[name] = Server(url, Path(log) if log else None).wait_ready()
     return servers
 
 
 @pytest.fixture(scope="session")
-def session_servers(
-    request: pytest.FixtureRequest, starter: Starter, drafter: Path, dflare_drafter: Path
-) -> Iterator[dict[str, Server]]:
-    """The shared servers that any selected test needs, started together."""
-    wanted = {name for item in request.session.items for name in item.fixturenames} & set(SESSION_SERVERS)
+def wanted(request: pytest.FixtureRequest) -> set[str]:
+    """The shared servers that any selected test needs."""
+    names = {name for item in request.session.items for name in item.fixturenames}
+    found = names & set(SHARED_SERVERS)
+    if "drafting_servers" in names:
+        found |= {*DRAFTING_SERVERS}
     for item in request.session.items:
         if "speculator" in item.fixturenames:
-            wanted |= {"plain", server_of(item.callspec.params["speculator"])}
-    running = _running(request.config)
+            found |= {"plain", server_of(item.callspec.params["speculator"])}
+    return found
+
+
+def _start(
+    request: pytest.FixtureRequest, starter: Starter, launches: dict[str, Launch], wanted: set[str]
+) -> Iterator[dict[str, Server]]:
+    """Start together what is wanted and does not run already."""
+    running = {name: server for name, server in _running(request.config).items() if name in launches}
+    missing = {name: launch for name, launch in launches.items() if name in wanted - set(running)}
+    with starter.running(**missing) as servers:
+        yield running | servers
+
+
+@pytest.fixture(scope="session")
+def reference_servers(
+    request: pytest.FixtureRequest, starter: Starter, wanted: set[str]
+) -> Iterator[dict[str, Server]]:
+    """``plain`` and ``scripted``."""
     launches = {
         "plain": starter.launch(),
         "scripted": starter.launch("--speculative-algorithm", "scripted", *ALWAYS_DRAFT),
+    }
+    yield from _start(request, starter, launches, wanted)
+
+
+@pytest.fixture(scope="session")
+def drafting_servers(
+    request: pytest.FixtureRequest, starter: Starter, wanted: set[str], drafter: Path, dflare_drafter: Path
+) -> Iterator[dict[str, Server]]:
+    """``flexdraft`` and ``dflare``."""
+    launches = {
         "flexdraft": starter.launch(
             "--speculative-algorithm", "flexdraft", "--speculative-draft-model-path", str(drafter)
         ),
@@ -124,27 +164,25 @@ def session_servers(
             "--speculative-algorithm", "dflare", "--speculative-draft-model-path", str(dflare_drafter)
         ),
     }
-    missing = {name: launch for name, launch in launches.items() if name in wanted - set(running)}
-    with starter.running(**missing) as servers:
-        yield running | servers
+    yield from _start(request, starter, launches, wanted)
 
 
 @pytest.fixture(scope="session")
-def plain(session_servers: dict[str, Server]) -> Server:
+def plain(reference_servers: dict[str, Server]) -> Server:
     """A server without speculation: the reference."""
-    return session_servers["plain"]
+    return reference_servers["plain"]
 
 
 @pytest.fixture(scope="session")
-def scripted(session_servers: dict[str, Server]) -> Server:
+def scripted(reference_servers: dict[str, Server]) -> Server:
     """A server whose drafter follows the script each request names."""
-    return session_servers["scripted"]
+    return reference_servers["scripted"]
 
 
 @pytest.fixture(scope="session")
-def flexdraft(session_servers: dict[str, Server]) -> Server:
+def flexdraft(drafting_servers: dict[str, Server]) -> Server:
     """A server that decodes by FlexDraft."""
-    return session_servers["flexdraft"]
+    return drafting_servers["flexdraft"]
 
 
 @pytest.fixture(scope="session")
@@ -163,8 +201,10 @@ def reference(plain: Server) -> Answers:
 
 @pytest.fixture(params=SPECULATORS)
 def speculator(
-    request: pytest.FixtureRequest, session_servers: dict[str, Server], plain: Server, reference: Answers
+    request: pytest.FixtureRequest, reference_servers: dict[str, Server], plain: Server, reference: Answers
 ) -> Speculator:
     """Every way of drafting in turn; ``indirect`` parametrisation selects some."""
-    server = session_servers[server_of(request.param)]
+    name = server_of(request.param)
+    drafting = name in DRAFTING_SERVERS
+    server = (request.getfixturevalue("drafting_servers") if drafting else reference_servers)[name]
     return Speculator(request.param, server, block_size(server), plain, reference)

@@ -284,24 +284,32 @@ def _add_steps(inner: Any) -> None:
     parser = inner.add_parser(
         "steps",
         help="split one step's time at batch 1: target pass, drafting, heads, sampling, bookkeeping",
-        description="Start a FlexDraft server with step profiling and a plain server, decode the same prompts one at a "
-        "time in each mode, and print where a step's time goes.",
+        description="Start a speculative server with step profiling and a plain server, decode the same prompts one "
+        "at a time in each mode, and print where a step's time goes.",
     )
     add_server_options(parser)
     add_prompt_options(parser, str(steps.PROMPTS), str(steps.MAX_NEW_TOKENS))
+    _add_method(parser)
     parser.set_defaults(run=_guarded(lambda args: steps.run(args, server_flags(args), out_folder(args))))
 
 
 def _add_memory(inner: Any) -> None:
     parser = inner.add_parser(
         "memory",
-        help="compare the memory of a plain and a FlexDraft server with the same KV pool",
-        description="Start a plain and a FlexDraft server one after the other, decode the same prompts, and compare "
+        help="compare the memory of a plain and a speculative server with the same KV pool",
+        description="Start a plain and a speculative server one after the other, decode the same prompts, and compare "
         "the memory of the processes that hold the model.",
     )
     add_server_options(parser)
     add_prompt_options(parser, str(memory.PROMPTS), str(memory.MAX_NEW_TOKENS))
+    _add_method(parser)
     parser.set_defaults(run=_guarded(lambda args: memory.run(args, server_flags(args), out_folder(args))))
+
+
+def _add_method(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--method", metavar="NAME[=DIR]", default="flexdraft", help="flexdraft (default), dflare, or dflash=DIR"
+    )
 
 
 def _guarded(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:

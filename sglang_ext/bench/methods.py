@@ -32,6 +32,13 @@ class ServedMethod:
         """Whether SGLang serves it without this package."""
         return self.name in STOCK
 
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """The modes it drafts in; empty where no request can choose."""
+        if self.is_stock:
+            return ()
+        return ("parallel", "sequential") if self.name == "flexdraft" else ("sequential",)
+
     def arguments(self, options: str | None) -> list[str]:
         """Return the flags that add this method to a plain server; ``options`` is for this package's methods only."""
         arguments = ["--speculative-algorithm", ALGORITHMS[self.name]]
@@ -68,3 +75,16 @@ def parse_methods(words: Sequence[str], drafter: str | None) -> list[ServedMetho
         if method.name == "dflash" and method.drafter is None:
             raise Refusal("--methods dflash", "the drafter's folder, none is shipped", "write dflash=DIR")
     return found
+
+
+def parse_method(word: str, drafter: str | None) -> ServedMethod:
+    """Read ``--method`` of the commands that look at one of this package's methods.
+
+    Raises:
+        Refusal: as :func:`parse_methods`, and on one of SGLang's own.
+    """
+    (method,) = parse_methods([word], drafter)
+    if method.is_stock:
+        ours = ", ".join(name for name in ALGORITHMS if name not in STOCK)
+        raise Refusal(f"--method {word}", f"one of this package's methods: {ours}", "name one of them")
+    return method

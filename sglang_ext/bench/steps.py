@@ -18,7 +18,7 @@ from sglang_ext.bench import datasets, environment
 from sglang_ext.bench.client import Client, Completion, Sampling
 from sglang_ext.bench.console import finished, status
 from sglang_ext.bench.interleave import arm_order
-from sglang_ext.bench.methods import ServedMethod
+from sglang_ext.bench.methods import ServedMethod, parse_method
 from sglang_ext.bench.runner import OVERRIDE, PLAIN, Arm, Switch
 from sglang_ext.bench.server import ServerProcess
 from sglang_ext.core.config import load_options
@@ -26,13 +26,14 @@ from sglang_ext.core.config import load_options
 PROMPTS = 8
 MAX_NEW_TOKENS = 128
 MODES = {"parallel": "parallel", "sequential": "sequential", OVERRIDE: "plain"}
-"""Column name -> mode asked for in the request."""
+"""Column name -> mode asked for in the request; a method that lacks a mode has no such column."""
 
 PARTS = {
     "target pass": ("target",),
     "target head": ("target head",),
     "draft pass": ("draft",),
     "draft head": ("draft head",),
+    "drafter's context": ("context",),
     "sampling and acceptance": ("sampling",),
     "plugin bookkeeping": ("plan", "prepare", "other"),
 }
@@ -69,15 +70,11 @@ class StepTimes:
 
 def run(args: argparse.Namespace, flags: Sequence[str], out: Path) -> int:
     """Measure, print the table and write ``steps.json`` and ``steps.md``."""
-    prompts = _prompts(args)
+    method, prompts = parse_method(args.method, args.drafter), _prompts(args)
     options = json.dumps({**asdict(load_options(args.options)), "profile": True})
     with ExitStack() as stack:
         fast = stack.enter_context(
-            ServerProcess(
-                "FlexDraft",
-                [*flags, *ServedMethod("flexdraft", args.drafter).arguments(options)],
-                out / "server-steps.log",
-            )
+            ServerProcess(method.name, [*flags, *method.arguments(options)], out / "server-steps.log")
         )
         fast.pause()
         plain = stack.enter_context(ServerProcess("plain", flags, out / "server-steps-plain.log"))
@@ -85,7 +82,7 @@ def run(args: argparse.Namespace, flags: Sequence[str], out: Path) -> int:
             "prompts"
         ]
         context = environment.describe()
-        arms = _arms(fast, plain, args.max_new_tokens or MAX_NEW_TOKENS)
+        arms = _arms(method, fast, plain, args.max_new_tokens or MAX_NEW_TOKENS)
         Switch(arms).none()  # an idle server looks busy
         context["busy_share_before"] = environment.warn_if_busy()
         times = measure(arms, encoded)
@@ -176,10 +173,11 @@ def table(times: Sequence[StepTimes]) -> list[str]:
     return lines
 
 
-def _arms(fast: ServerProcess, plain: ServerProcess, cap: int) -> list[Arm]:
+def _arms(method: ServedMethod, fast: ServerProcess, plain: ServerProcess, cap: int) -> list[Arm]:
     arms = [
         Arm(name, fast.client, Sampling(cap, custom_params={"speculative": {"mode": mode}}), fast)
         for name, mode in MODES.items()
+        if mode == "plain" or mode in method.modes
     ]
     return [*arms, Arm(PLAIN, plain.client, Sampling(cap), plain)]
 

@@ -7,7 +7,7 @@ import argparse
 import pytest
 
 from sglang_ext.bench import commands
-from sglang_ext.bench.methods import ServedMethod, parse_methods
+from sglang_ext.bench.methods import ServedMethod, parse_method, parse_methods
 from sglang_ext.core.refusal import Refusal
 
 
@@ -37,6 +37,13 @@ def test_what_cannot_be_served_is_refused(words: list[str], drafter: str | None,
     with pytest.raises(Refusal, match=message) as refused:
         parse_methods(words, drafter)
     assert "\n" not in str(refused.value)
+
+
+def test_one_method_has_its_modes_and_is_ours() -> None:
+    assert parse_method("flexdraft", "/d").modes == ("parallel", "sequential")
+    assert parse_method("dflash=/d", None).modes == ("sequential",)
+    with pytest.raises(Refusal, match="flexdraft, dflare, dflash"):
+        parse_method("ngram", None)
 
 
 def test_flags_of_each_server() -> None:

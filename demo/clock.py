@@ -10,6 +10,8 @@ from demo.steps import Step
 UPDATE_INTERVAL_S = 0.0625
 """Shortest time between two redraws: 16 a second."""
 PLOT_INTERVAL_S = 0.5
+SHARED_CORES_FACTOR = 8.0
+"""How much rarer both are while a model runs on the cores that draw: drawing more often slows what is measured."""
 
 
 def visible(steps: Sequence[Step], at_s: float) -> Sequence[Step]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from demo import view
-from demo.clock import PLOT_INTERVAL_S, UPDATE_INTERVAL_S, ReplayClock, Throttle, visible
+from demo.clock import PLOT_INTERVAL_S, SHARED_CORES_FACTOR, UPDATE_INTERVAL_S, ReplayClock, Throttle, visible
 from demo.facts import Facts
 from demo.identity import OPEN, Verdict
 from demo.plots import plots
 from demo.recording import Recording
-from demo.runs import Run
+from demo.runs import Endpoint, Run
 from demo.settings import FAST_SIDE, PLAIN_SIDE, SIDES, TURNS, Settings
 from demo.summary import summary
 from demo.tracks import RUNNING, Track
@@ -65,6 +65,12 @@ def draw(scene: Scene, with_plots: bool) -> Frame:
     )
 
 
+def redraw_factor(endpoints: Iterable[Endpoint]) -> float:
+    """Return what the intervals between redraws are multiplied by while ``endpoints`` are measured."""
+    shares = any(endpoint.client.local and endpoint.facts.device == "cpu" for endpoint in endpoints)
+    return SHARED_CORES_FACTOR if shares else 1.0
+
+
 async def follow(run: Run, skip: Callable[[], bool]) -> AsyncIterator[Frame]:
     """Yield frames while a run goes on, the plain panel replayed in step with the other, until both have ended.
 
@@ -72,7 +78,8 @@ async def follow(run: Run, skip: Callable[[], bool]) -> AsyncIterator[Frame]:
         run: a started run.
         skip: whether the visitor wants the end at once.
     """
-    redraw, replot = Throttle(UPDATE_INTERVAL_S), Throttle(PLOT_INTERVAL_S)
+    rarer = redraw_factor(run.endpoints.values())
+    redraw, replot = Throttle(rarer * UPDATE_INTERVAL_S), Throttle(rarer * PLOT_INTERVAL_S)
     facts = {side: endpoint.facts for side, endpoint in run.endpoints.items()}
     while True:
         now = time.monotonic()

@@ -7,9 +7,15 @@ import re
 import time
 from itertools import pairwise
 
+import pytest
+
+from demo.client import Client
 from demo.clock import UPDATE_INTERVAL_S, ReplayClock, Throttle, visible
-from demo.frames import Frame, final, replay
+from demo.facts import Facts
+from demo.frames import Frame, final, redraw_factor, replay
+from demo.runs import Endpoint
 from demo.settings import FAST_SIDE, SIDES
+from demo.texts import Vocabulary
 from tests.demo.recorded import recording
 
 
@@ -64,3 +70,17 @@ def test_a_stopped_replay_ends_with_the_whole_run() -> None:
     frames = collect(run, 1.0, stop_after=2)
     assert len(frames) == 3
     assert [frames[-1].flows[side] for side in SIDES] == [final(run).flows[side] for side in SIDES]
+
+
+@pytest.mark.parametrize(
+    ("url", "device", "rarer"),
+    (
+        ("http://127.0.0.1:1", "cpu", True),
+        ("http://127.0.0.1:1", "cuda", False),
+        ("http://far.example:1", "cpu", False),
+    ),
+)
+def test_a_model_on_the_cores_that_draw_is_drawn_less_often(url: str, device: str, rarer: bool) -> None:
+    client = Client(url)
+    endpoint = Endpoint(client, Facts(url, "m", device=device), Vocabulary(client.detokenize))
+    assert (redraw_factor([endpoint]) > 1.0) == rarer

@@ -74,6 +74,11 @@ class SpecOptions:
         """Return the mode by name or by batch size."""
         return ModePolicy(self.mode, self.parallel_max_batch, self.plain_min_batch)
 
+    @property
+    def draft_width(self) -> int | None:
+        """Tokens of each draft distribution that are stored; None where drafts are greedy."""
+        return self.draft_top_m if self.acceptance == "rejection" else None
+
     def prune_config(self) -> PruneConfig:
         """Return the selective-verification settings."""
         return PruneConfig(PruneStrategy(self.pruning), float(self.prune_threshold))

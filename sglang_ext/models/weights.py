@@ -52,14 +52,35 @@ def read_weights(
     Raises:
         Refusal: naming the file, what is wrong with it and what to do.
     """
-    _refuse_names(folder, files, shapes, unused)
+    refuse_other_tensors(folder, files, shapes, unused)
     tensors: dict[str, Tensor] = {}
     for file in sorted(set(files.values())):
         wanted = [name for name, where in files.items() if where == file and name in shapes]
-        tensors.update(_read_tensors(file, wanted, shapes, str(device)))
+        tensors.update(_read_tensors(file, wanted, str(device)))
     _common_dtype(folder, tensors, _declared_dtype(raw, folder))
     _refuse_draft_tokens(folder, tensors, vocab_size)
     return dict(sorted(tensors.items()))
+
+
+def refuse_other_tensors(
+    folder: Path,
+    files: Mapping[str, Path],
+    shapes: Mapping[str, tuple[int, ...]],
+    unused: Callable[[str], bool] = lambda name: False,
+) -> None:
+    """Compare the names and shapes of a drafter's tensors with what config.json asks for; no weights are read.
+
+    Raises:
+        Refusal: on the first that is unknown, missing or of another shape.
+    """
+    _refuse_names(folder, files, shapes, unused)
+    for file in sorted(set(files.values())):
+        try:
+            with safetensors.safe_open(str(file), framework="pt") as archive:
+                for name in (name for name, where in files.items() if where == file and name in shapes):
+                    _refuse_shape(file, name, tuple(archive.get_slice(name).get_shape()), shapes[name])
+        except (safetensors.SafetensorError, OSError) as error:
+            raise _unreadable(file, error) from error
 
 
 def write_folder(
@@ -184,18 +205,12 @@ def _names_in(file: Path) -> list[str]:
         raise _unreadable(file, error) from error
 
 
-def _read_tensors(
-    file: Path, names: list[str], shapes: Mapping[str, tuple[int, ...]], device: str
-) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
+def _read_tensors(file: Path, names: list[str], device: str) -> dict[str, Tensor]:
     try:
         with safetensors.safe_open(str(file), framework="pt", device=device) as archive:
-            for name in names:
-                _refuse_shape(file, name, tuple(archive.get_slice(name).get_shape()), shapes[name])
-                tensors[name] = archive.get_tensor(name)
+            return {name: archive.get_tensor(name) for name in names}
     except (safetensors.SafetensorError, OSError) as error:
         raise _unreadable(file, error) from error
-    return tensors
 
 
 def _unreadable(file: Path, error: Exception) -> Refusal:

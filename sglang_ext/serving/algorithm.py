@@ -16,7 +16,7 @@ from sglang_ext.core.refusal import Refusal
 from sglang_ext.models.flexdraft.checkpoint import load_config
 from sglang_ext.models.tapped.checkpoint import load_config as load_tapped_config
 from sglang_ext.serving import request_hooks, streamed_text
-from sglang_ext.serving.plan import SpecPlan, locate_drafter, resolve_plan
+from sglang_ext.serving.plan import BLOCK_FLAG, SpecPlan, locate_drafter, resolve_plan
 
 ALGORITHMS = ("FLEXDRAFT", "DFLARE", "SCRIPTED")
 ALIAS_HOOK = "sglang.srt.arg_groups.speculative_hook._resolve_speculative_algorithm_alias"
@@ -120,9 +120,7 @@ def _unsupported(args: Any) -> list[tuple[str, bool, str]]:
         ("--enable-lora", bool(args.enable_lora) or bool(args.lora_paths), "merge the adapter into the target"),
         ("--enable-hierarchical-cache", bool(args.enable_hierarchical_cache), drop),
         ("--enable-pdmux", bool(args.enable_pdmux), drop),
-        *([("--enable-unified-memory", bool(args.enable_unified_memory), drop),
-           ("--enable-hisparse", bool(args.enable_hisparse), drop)]
-          if args.speculative_algorithm == "DFLARE" else []),
+        *(_without_own_pool(args) if args.speculative_algorithm == "DFLARE" else []),
         ("--enable-mixed-chunk", bool(args.enable_mixed_chunk), drop),
         ("--enable-return-hidden-states", bool(args.enable_return_hidden_states), drop),
         ("--enable-watermark", bool(args.enable_watermark), drop),
@@ -139,7 +137,20 @@ def _unsupported(args: Any) -> list[tuple[str, bool, str]]:
          "leave the flag out: thresholds below 1 change the output"),
         ("--speculative-token-map", args.speculative_token_map is not None, drop),
         ("--speculative-draft-window-size", args.speculative_draft_window_size is not None, drop),
+        ("--speculative-dflash-block-size", args.speculative_dflash_block_size is not None, f"use {BLOCK_FLAG}"),
     ]  # fmt: skip
+
+
+def _without_own_pool(args: Any) -> list[tuple[str, bool, str]]:
+    """What moves tokens' slots, or fills them without a pass of the target, leaving a drafter's own pool behind.
+
+    Compiled passes are among them: they may run without the hook that hands out the taps.
+    """
+    flags = ("unified_memory", "hisparse", "lmcache", "flexkv", "unified_cache_external_linker", "torch_compile")
+    return [
+        (f"--enable-{flag.replace('_', '-')}", bool(vars(args)[f"enable_{flag}"]), "leave the flag out")
+        for flag in flags
+    ]
 
 
 def _flexdraft_worker(server_args: Any) -> type:

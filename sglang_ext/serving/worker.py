@@ -109,9 +109,8 @@ class SpecWorker(BaseSpecWorker):
         """Allocate the draft tables once the request pool exists."""
         super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
         self._drafter.allocate(memory_pool_config.max_total_num_tokens + self._runner.page_size)
-        top_m = self.plan.options.draft_top_m if self.plan.options.acceptance == "rejection" else None
         slots, vocabulary = req_to_token_pool.req_to_token.shape[0], self._runner.model_config.vocab_size
-        self._state = DraftState(slots, self._block, self.device, top_m, vocabulary)
+        self._state = DraftState(slots, self._block, self.device, self.plan.options.draft_width, vocabulary)
 
     @torch.no_grad()
     def forward_batch_generation(
@@ -340,7 +339,8 @@ class SpecWorker(BaseSpecWorker):
             lengths=lengths.to(torch.int64),
             bonus=bonus,
             reqs=batch.reqs,
-            longest=int(batch.seq_lens_cpu.max()) + self._block,
+            # The lengths may count the rows in flight already; the slot table has no columns beyond the context.
+            longest=min(int(batch.seq_lens_cpu.max()) + self._block, batch.req_to_token_pool.req_to_token.shape[1]),
             sampling=sampling_params(batch.sampling_info) if sampled else None,
         )
 

@@ -110,7 +110,7 @@ def test_a_missing_tensor_is_refused(drafter: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"hidden_size": 64}, ("hidden size is 64", "32", FLAG)),
+        ({"hidden_size": 64}, ("model.safetensors", "asks for")),
         ({"num_target_layers": 9}, ("layer count is 9", str(LAYERS), FLAG)),
         ({"vocab_size": 99}, ("vocabulary is 99", "61", FLAG)),
     ],
@@ -148,9 +148,19 @@ def test_parallel_mode_is_refused_at_start_and_per_request(target: Path, drafter
         check_mode(asking("parallel"))
 
 
-@pytest.mark.parametrize("flag", ("enable_unified_memory", "enable_hisparse"))
+OWN_POOL = (
+    "enable_unified_memory",
+    "enable_hisparse",
+    "enable_lmcache",
+    "enable_flexkv",
+    "enable_unified_cache_external_linker",
+    "enable_torch_compile",
+)
+
+
+@pytest.mark.parametrize("flag", OWN_POOL)
 def test_pools_whose_slots_move_are_refused(flag: str) -> None:
-    given = {**ALLOWED, "enable_unified_memory": False, "enable_hisparse": False}
+    given = {**ALLOWED, **dict.fromkeys(OWN_POOL, False)}
     validate_server_args(SimpleNamespace(**{**given, "speculative_algorithm": "DFLARE"}))
     args = SimpleNamespace(**{**given, "speculative_algorithm": "DFLARE", flag: True})
     assert_refuses(("--" + flag.replace("_", "-"), "dflare"), lambda: validate_server_args(args))

@@ -37,6 +37,7 @@ ALLOWED: dict[str, Any] = {
     "speculative_accept_threshold_acc": 1.0,
     "speculative_token_map": None,
     "speculative_draft_window_size": None,
+    "speculative_dflash_block_size": None,
 }
 
 
@@ -59,6 +60,7 @@ def test_the_plain_command_line_is_accepted() -> None:
         ("speculative_num_steps", 3, "--speculative-num-steps"),
         ("speculative_accept_threshold_acc", 0.9, "--speculative-accept-threshold-acc"),
         ("speculative_use_rejection_sampling", True, "--speculative-use-rejection-sampling"),
+        ("speculative_dflash_block_size", 8, "--speculative-dflash-block-size"),
     ],
 )
 def test_unsupported_flags_are_named(field: str, value: Any, flag: str) -> None:

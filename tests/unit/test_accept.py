@@ -433,8 +433,14 @@ def test_a_tree_is_walked_as_greedy_decoding_would(data: st.DataObject) -> None:
     """Follow the target's choice from the root by hand, over every child that carries it."""
     width = data.draw(st.integers(1, 8))
     tokens = [data.draw(st.integers(0, 2)) for _ in range(width)]
-    choice = [data.draw(st.integers(0, 2)) for _ in range(width)]
     parent = [-1] + [data.draw(st.integers(-1, row - 1)) for row in range(1, width)]
+
+    def spelled(row: int) -> tuple[int, ...]:
+        return () if row <= 0 else (*spelled(parent[row]), tokens[row])
+
+    # The target's choice depends on the text before it alone, so duplicate siblings have the same one.
+    choices = {text: data.draw(st.integers(0, 2)) for text in sorted({spelled(row) for row in range(width)})}
+    choice = [choices[spelled(row)] for row in range(width)]
 
     def longest(row: int) -> list[int]:
         children = [c for c in range(1, width) if parent[c] == row and tokens[c] == choice[row]]

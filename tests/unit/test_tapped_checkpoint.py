@@ -139,13 +139,29 @@ def test_tensors_of_both_methods_are_refused(tmp_path: Path) -> None:
         ({"layer_types": ["sliding_attention"] * 3}, "full attention"),
         ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_type"),
         ({"rope_theta": None}, "rope_theta"),
+        ({"rope_theta": "x"}, "positive number"),
+        ({"rope_scaling": "yarn"}, "rope_scaling = 'yarn'"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "no factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": -2.0}}, "positive number"),
+        ({"layer_types": 5}, "full attention"),
+        ({"block_size": 8, "dflash_config": {"mask_token_id": 60, "target_layer_ids": TAPS, "block_size": 6}}, "has 6"),
         ({"dtype": "float32"}, "config.json says float32"),
     ],
 )
 def test_wrong_configurations_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    folder = write_published(tmp_path, "dflare", **changes)
     with pytest.raises(Refusal, match=message) as refusal:
-        checkpoint.load(write_published(tmp_path, "dflare", **changes))
+        checkpoint.load(folder)
     assert "\n" not in str(refusal.value)
+    if "dtype" not in changes:  # the launcher reads no weights, and refuses the rest all the same
+        with pytest.raises(Refusal, match=message):
+            checkpoint.load_config(folder)
+
+
+def test_the_block_size_may_lie_among_the_methods_fields(tmp_path: Path) -> None:
+    method = {"mask_token_id": 60, "target_layer_ids": TAPS, "block_size": 6}
+    folder = write_published(tmp_path, "dflare", block_size=None, dflash_config=method)
+    assert checkpoint.load(folder).config.block_size == 6
 
 
 @methods

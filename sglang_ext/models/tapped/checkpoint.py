@@ -23,6 +23,7 @@ from sglang_ext.models.weights import (
     drafter_folder,
     fix_of,
     read_weights,
+    refuse_other_tensors,
     refuse_other_vocabulary,
     tensor_files,
     write_folder,
@@ -78,13 +79,16 @@ def method_of(names: Iterable[str]) -> type[TappedConfig] | None:
 
 
 def load_config(path: str | Path) -> tuple[TappedConfig, dict[str, Any]]:
-    """Read and check ``config.json`` (and the names of the tensors); return it typed and as parsed.
+    """Read and check ``config.json`` and the tensors' names and shapes; return it typed and as parsed.
 
     Raises:
         Refusal: if the folder or a file is missing or wrong, or the tensors are those of no known method.
     """
     folder = drafter_folder(path)
-    return _config(folder, tensor_files(folder))
+    files = tensor_files(folder)
+    config, raw = _config(folder, files)
+    refuse_other_tensors(folder, files, expected_shapes(config))
+    return config, raw
 
 
 def _config(folder: Path, files: Mapping[str, Path]) -> tuple[TappedConfig, dict[str, Any]]:

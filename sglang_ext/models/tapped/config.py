@@ -22,9 +22,15 @@ LEARNED_MASK = "learned"
 #: What the released configuration class means when config.json leaves a field out.
 ABSENT_HEAD_DIM = 128
 ABSENT_EPS = 1e-6
-ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+#: Kinds of rotary angles, and the numbers each needs beside ``rope_theta``.
+ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 
-_RELEASED_KEYS = ("mask_token_id", "target_layer_ids")
+_RELEASED_KEYS = ("mask_token_id", "target_layer_ids", "block_size")
 _OWN_KEYS = (
     "mask_embedding",
     "separate_context_projections",
@@ -157,7 +163,7 @@ class TappedConfig:
         inside = f"{where} ({CONFIG_KEY})"
         _refuse_variants(d, where)
         return cls(
-            block_size=integer(d, "block_size", where, minimum=2),
+            block_size=_block_size(d, method, where, inside),
             num_layers=integer(d, "num_hidden_layers", where),
             num_target_layers=integer(d, "num_target_layers", where),
             target_layer_ids=_tap_ids(method, inside),
@@ -303,8 +309,18 @@ def _refuse_variants(d: Mapping[str, Any], where: str) -> None:
                 f"{where} has {key} = {d[key]!r}", f"only {allowed[0]!r} is supported", "choose another drafter"
             )
     types = d.get("layer_types") or []
-    if any(kind != "full_attention" for kind in types):
+    if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
         raise Refusal(f"{where} has layer_types = {types!r}", "only full attention is supported", "choose another one")
+
+
+def _block_size(d: Mapping[str, Any], method: Mapping[str, Any], where: str, inside: str) -> int:
+    """K, which released files keep at the top or among the method's own fields."""
+    if "block_size" not in method:
+        return integer(d, "block_size", where, minimum=2)
+    size = integer(method, "block_size", inside, minimum=2)
+    if d.get("block_size") not in (None, size):
+        raise Refusal(f"{where} has block_size = {d['block_size']!r}", f"{inside} has {size}", "correct one of them")
+    return size
 
 
 def _tap_ids(method: Mapping[str, Any], where: str) -> tuple[int, ...]:
@@ -336,19 +352,22 @@ def _number(d: Mapping[str, Any], key: str, where: str, absent: float) -> float:
 
 def _rope(d: Mapping[str, Any], where: str) -> tuple[tuple[str, float | str], ...]:
     """The rotary parameters from ``rope_parameters``, or from the older ``rope_theta`` and ``rope_scaling``."""
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(d.get(key) or {}, Mapping):
+            raise Refusal(f"{where} has {key} = {d[key]!r}", "it is a JSON object", "correct config.json")
     given = d.get("rope_parameters") or {**(d.get("rope_scaling") or {}), "rope_theta": d.get("rope_theta")}
-    if not isinstance(given, Mapping):
-        raise Refusal(f"{where} has rope_parameters = {given!r}", "it is a JSON object", "correct config.json")
     found = {key: value for key, value in given.items() if key not in ("type", "rope_type") and value is not None}
-    if "rope_theta" not in found:
-        raise Refusal(f"{where} has no rope_theta", "it is the base of the rotary angles", "add it to config.json")
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ROPE_TYPES:
         raise Refusal(
             f"{where} has rope_type = {kind!r}", f"it is one of {', '.join(ROPE_TYPES)}", "choose another one"
         )
+    for key in ("rope_theta", *ROPE_TYPES[kind]):
+        if key not in found:
+            raise Refusal(f"{where} has no {key}", f"rotary angles of type {kind} need it", "add it to config.json")
+        _number(found, key, where, 0.0)
     for key, value in found.items():
-        if not isinstance(value, int | float | str):
+        if not isinstance(value, int | float):
             raise Refusal(f"{where} has {key} = {value!r}", "rotary parameters are numbers", "correct config.json")
     return tuple(sorted({**found, "rope_type": kind}.items()))
 

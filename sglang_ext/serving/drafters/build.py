@@ -58,8 +58,7 @@ def _build_flexdraft(plan: SpecPlan, model_runner: Any, profile: StepProfile) ->
         attention = MaskRowAttention(
             model_runner, loaded.config.num_attention_heads // loaded.config.num_key_value_heads
         )
-    top_m = plan.options.draft_top_m if plan.options.acceptance == "rejection" else None
-    return FlexDraftDrafter(model_runner, weights, attention, plan.block_size, top_m, profile)
+    return FlexDraftDrafter(model_runner, weights, attention, plan.block_size, plan.options.draft_width, profile)
 
 
 def _build_dflare(plan: SpecPlan, model_runner: Any, profile: StepProfile) -> Drafter:
@@ -75,6 +74,12 @@ def _build_dflare(plan: SpecPlan, model_runner: Any, profile: StepProfile) -> Dr
     config = loaded.config
     tapped.validate_against_target(config, model_runner.model_config.hf_config.to_dict(), None, DRAFTER_FLAG)
     check_taps(config)
+    if "weight" not in model_runner.model.lm_head._parameters:
+        raise Refusal(
+            f"the target {type(model_runner.model).__name__} has a quantised LM head",
+            "a drafter shares it and needs it unquantised",
+            "serve a checkpoint whose head is not quantised",
+        )
     dtype, device = model_runner.dtype, model_runner.device
     rope = rope_tables(config, model_runner.model_config.context_len)
     weights = DFlareWeights(config, loaded.tensors, dtype, device, rope)
@@ -92,6 +97,6 @@ def _build_dflare(plan: SpecPlan, model_runner: Any, profile: StepProfile) -> Dr
         block_attention(model_runner, pool, config.num_attention_heads // config.num_key_value_heads),
         mask.detach().clone(),
         plan.block_size,
-        plan.options.draft_top_m if plan.options.acceptance == "rejection" else None,
+        plan.options.draft_width,
         profile,
     )

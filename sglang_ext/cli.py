@@ -35,7 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {shlex.join(rest)}")
     args.rest = rest
     try:
-        return int(args.run(args))
+        code = int(args.run(args))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Whoever read the output has seen enough, as `head` does; nothing is left to flush at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except Refusal as refusal:
         print(f"error: {refusal}", file=sys.stderr)
         return 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -91,6 +92,13 @@ def test_inspect_shows_a_drafter_and_says_when_nothing_was_measured(
     text = capsys.readouterr().out
     assert "2.50 tokens per target step (3 prompts, 200 tokens, offline)" in text
     assert NOT_MEASURED not in text
+
+
+def test_a_reader_that_leaves_early_sees_no_traceback(tmp_path: Path) -> None:
+    write_drafter(tmp_path)
+    command = f"{sys.executable} -m sglang_ext.cli inspect {tmp_path} | true"
+    run = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert run.stderr == ""
 
 
 def test_inspect_shows_a_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

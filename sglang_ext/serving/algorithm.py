@@ -146,11 +146,15 @@ def _without_own_pool(args: Any) -> list[tuple[str, bool, str]]:
 
     Compiled passes are among them: they may run without the hook that hands out the taps.
     """
-    flags = ("unified_memory", "hisparse", "lmcache", "flexkv", "unified_cache_external_linker", "torch_compile")
-    return [
-        (f"--enable-{flag.replace('_', '-')}", bool(vars(args)[f"enable_{flag}"]), "leave the flag out")
-        for flag in flags
-    ]
+    given = {
+        "--enable-unified-memory": args.enable_unified_memory,
+        "--enable-hisparse": args.enable_hisparse,
+        "--enable-lmcache": args.enable_lmcache,
+        "--enable-flexkv": args.enable_flexkv,
+        "--enable-unified-cache-external-linker": args.enable_unified_cache_external_linker,
+        "--enable-torch-compile": args.enable_torch_compile,
+    }
+    return [(flag, bool(on), "leave the flag out") for flag, on in given.items()]
 
 
 def _flexdraft_worker(server_args: Any) -> type:

@@ -22,7 +22,7 @@ from sglang_ext.training.data import Chunk, collate, load_records
 from sglang_ext.training.evaluate import evaluate
 from sglang_ext.training.export import PeriodicExport, load_training_state, restore, with_draft_tokens, write_drafter
 from sglang_ext.training.methods import load_drafter
-from sglang_ext.training.taps import TapFile, TapStore, compute_taps
+from sglang_ext.training.taps import TapFile, TapStore, compute_taps, kept_keys, kept_layers
 from sglang_ext.training.train import CHECKPOINT, Trainer, dry_run, frequent_tokens, train
 from tests.training.tiny_targets import EOS, make_model, random_rows, write_rows, write_target
 
@@ -170,6 +170,74 @@ def test_a_tap_file_has_the_bits_of_the_computation(prepared: tuple[Path, Path],
         TapFile(cache, target, [0, 3])
     with pytest.raises(Refusal, match="of target"):
         TapFile(cache, Target(make_model("llama-gqa-tied", seed=5).bfloat16()), [0, 2])
+
+
+def test_a_file_that_is_not_one_of_taps_is_refused_and_left(prepared: tuple[Path, Path], tmp_path: Path) -> None:
+    """By a run, by its dry run and by who asks what is kept; a missing or empty file is a new one."""
+    target = Target.load(prepared[0])
+    header = '{"target": "a", "dtype": "torch.float32", "layers": [1]}\n'
+    contents: dict[str, tuple[str | None, str | None, str]] = {
+        "data.jsonl": ("rows of somebody\n", None, "is not empty and has no index"),
+        "emptied": ("rows of somebody\n", "", "is not empty and has no index"),
+        "prose": (None, "no JSON\n", "damaged or foreign"),
+        "object": (None, '{"a": 1}\n', "damaged or foreign"),
+        "list": ("", "[1, 2]\n", "damaged or foreign"),
+        "layers": ("", header.replace("[1]", '"12"'), "damaged or foreign"),
+        "binary": ("", "\x00\x01", "damaged or foreign"),
+        "nested": ("", "[" * 100_000 + "\n", "damaged or foreign"),
+        "cut": ("", header[:-1], "damaged or foreign"),
+    }
+    for name, (data, index, message) in contents.items():
+        for path, text in ((tmp_path / name, data), (tmp_path / f"{name}.json", index)):
+            if text is not None:
+                path.write_text(text)
+        before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+        config = make_config("dflare", prepared, tmp_path / "run", tap_cache=str(tmp_path / name))
+        for use in (kept_keys, kept_layers, lambda path: TapFile(path, target, [1])):
+            with pytest.raises(Refusal, match=message) as refused:
+                use(tmp_path / name)
+            assert f"--tap-cache {tmp_path / name}" in str(refused.value) and "\n" not in str(refused.value)
+        with pytest.raises(Refusal, match=message):
+            dry_run(config)
+        after = {path: path.read_bytes() for path in before}
+        assert after == before and (index is not None or not (tmp_path / f"{name}.json").exists()), name
+    (tmp_path / "new").touch()
+    assert kept_keys(tmp_path / "new") == kept_keys(tmp_path / "none") == set()
+    assert kept_layers(tmp_path / "new") is None
+    TapFile(tmp_path / "new", target, [1])
+    assert kept_layers(tmp_path / "new") == (1,) and kept_keys(tmp_path / "new") == set()
+
+
+def test_a_damaged_row_of_a_tap_file_is_refused(prepared: tuple[Path, Path], tmp_path: Path) -> None:
+    target, records = Target.load(prepared[0]), load_records([prepared[1]])
+    cache = tmp_path / "taps"
+    TapStore(target, [1], str(cache)).read(records[0])
+    index = Path(f"{cache}.json")
+    good = index.read_text()
+    for bad in ('{"key": "x"}\n', '{"key": "x", "first": -1, "count": 2}\n', "x\n", '{"key": "x", "first": 0'):
+        index.write_text(good + bad)
+        with pytest.raises(Refusal, match="damaged or foreign"):
+            kept_keys(cache)
+        with pytest.raises(Refusal, match="damaged or foreign"):
+            TapFile(cache, target, [1]).read(records[1])
+    index.write_text(good)
+    cache.write_bytes(cache.read_bytes()[:-1])
+    with pytest.raises(Refusal, match="rows that the file does not have"):
+        TapFile(cache, target, [1]).read(records[0])
+
+
+def test_a_path_where_no_tap_file_can_be_is_refused(prepared: tuple[Path, Path], tmp_path: Path) -> None:
+    target = Target.load(prepared[0])
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "beside.json").mkdir()
+    for path in (tmp_path / "file" / "taps", tmp_path / "folder", tmp_path / "beside", tmp_path / ("n" * 300)):
+        for use in (kept_keys, kept_layers, lambda path: TapFile(path, target, [1])):
+            with pytest.raises(Refusal, match="cannot be used") as refused:
+                use(path)
+            assert f"--tap-cache {path}" in str(refused.value) and "\n" not in str(refused.value)
+        with pytest.raises(Refusal, match="cannot be used"):
+            dry_run(make_config("dflare", prepared, tmp_path / "run", tap_cache=str(path)))
 
 
 def test_gamma_grows_or_stays(prepared: tuple[Path, Path], tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from sglang_ext.doctor import accelerator_name, run_checks
 
 ALGORITHM = "flexdraft"
 _OWN_COMMANDS = ("doctor", "prepare", "inspect", "serve")
-_DESCRIPTION = "Prepare, serve, inspect, train, measure and show FlexDraft with unmodified SGLang."
+_DESCRIPTION = "Prepare, serve, inspect, train, measure and show FlexDraft and DFlare with unmodified SGLang."
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -90,7 +90,7 @@ def add_parsers(subparsers: Any) -> None:
 def add_server_options(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say what is served."""
     parser.add_argument("--target", metavar="DIR", help="the target (default: the one `sglang-ext prepare` builds)")
-    parser.add_argument("--drafter", metavar="DIR", help="the drafter (default: the one shipped for the target)")
+    parser.add_argument("--drafter", metavar="DIR", help="the first method's drafter (default: the shipped one)")
     parser.add_argument(
         "--options",
         metavar="JSON",
@@ -242,6 +242,9 @@ def _check_urls(args: argparse.Namespace) -> None:
 
 def _check_methods(args: argparse.Namespace, methods: Sequence[ServedMethod]) -> None:
     given = f"--methods {','.join(args.methods)}"
+    for method in methods:
+        if args.mode == "parallel" and not method.is_stock and args.mode not in method.modes:
+            raise Refusal(f"--mode {args.mode} and {method.name} in {given}", "it has no such mode", "drop one of them")
     if args.url is not None and len(methods) > 1:
         raise Refusal(f"{given} with --url", "one method on one server", "name one method")
     has_baseline = not args.no_baseline if args.url is None else args.baseline_url is not None

@@ -25,7 +25,7 @@ Answers = Callable[[Sequence[Request]], list[Reply]]
 
 
 def server_of(name: str) -> str:
-    """Return which of the session's servers drafts the way ``name`` says."""
+    """Return which of the shared servers drafts the way ``name`` says."""
     if name in SCRIPTS:
         return "scripted"
     return DFLARE if name == DFLARE else "flexdraft"

@@ -63,9 +63,10 @@ def test_flags_of_each_server() -> None:
         ["--url", "http://127.0.0.1:1", "--methods", "ngram"],
         ["--no-baseline", "--methods", "flexdraft,dflare"],
         ["--no-baseline", "--methods", "ngram"],
+        ["--mode", "parallel", "--methods", "flexdraft,dflare"],
     ),
 )
-def test_methods_without_something_to_compare_with_are_refused(words: list[str]) -> None:
+def test_methods_that_cannot_be_compared_so_are_refused_before_a_server_starts(words: list[str]) -> None:
     parser = argparse.ArgumentParser()
     commands.add_parsers(parser.add_subparsers())
     args = parser.parse_args(["bench", *words])

@@ -18,6 +18,14 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 READY_MS = 120_000
 START_S = 120.0
 RUN_MS = 900_000
+#: Sets ``window.pressed`` once Stop is enabled or the banner says something, for however short a time.
+_WATCH_RUN = """() => {
+    window.pressed = false;
+    const stop = document.querySelector('#stop'), banner = document.querySelector('#banner');
+    const watch = (node, what, begun) => new MutationObserver(() => { window.pressed ||= begun() }).observe(node, what);
+    watch(stop, {attributes: true, attributeFilter: ['disabled']}, () => true);
+    watch(banner, {childList: true, subtree: true}, () => banner.querySelector('.banner') !== null);
+}"""
 
 
 def find_chromium() -> str | None:
@@ -125,9 +133,10 @@ class Page:
         return self
 
     def run(self) -> Page:
-        """Press Run."""
+        """Press Run and wait until the page has begun, or has said why it cannot: either may last an instant only."""
+        self.page.evaluate(_WATCH_RUN)
         self.page.click("#run")
-        self.page.wait_for_selector("#stop:not([disabled])", timeout=READY_MS)
+        self.page.wait_for_function("window.pressed", timeout=READY_MS)
         return self
 
     def wait_done(self) -> Page:

@@ -2,10 +2,11 @@
 
 A speculative step takes longer than a plain one and commits more tokens; it pays while
 
-    tokens per step x plain step time > speculative step time.
+    tokens per step > speculative step time / plain step time.
 
 Both sides depend on the machine, the batch and the text, so both are measured (FlexDraft section 4 fixes a batch size
-instead). Every mode gives the same text, so trying one costs time only, and little of it.
+instead). Every mode gives the same text, so trying one costs time only, and how often it is tried follows from that
+time.
 """
 
 from __future__ import annotations
@@ -17,12 +18,17 @@ from sglang_ext.core.costs import AcceptLengths, StepCosts, bucket
 from sglang_ext.core.schedule import Mode, ModePolicy
 
 #: Steps a mode is tried for; the first one after a switch is not measured.
-TRIAL_STEPS = 4
-#: Steps of a batch size before its second speculative mode is first timed.
+TRIAL_STEPS = 5
+#: Steps of a batch size before a mode never timed in it, plain decoding included, is tried.
 FIRST_TRIAL_AFTER = 8
-#: Steps between later timings of the modes not in use; doubled for speculation each time it does not pay.
-RETRY_AFTER = 256
-LONGEST_RETRY = 2048
+#: Share of the time that may go into trying modes not in use; larger where the batch holds mostly new requests.
+TRIAL_SHARE, NEWCOMER_SHARE = 0.005, 0.01
+#: What leaving a mode and coming back costs beside the steps in between, in plain steps: drafts made and not verified.
+SWITCH_COST = 1.0
+#: Bounds of the steps between two timings of a mode not in use.
+SHORTEST_RETRY, LONGEST_RETRY = 64, 2048
+#: Steps between two timings of the slower speculative mode.
+OTHER_RETRY = 256
 #: A switch back to speculation must promise this much, so that noise does not flip the mode.
 MARGIN = 1.03
 
@@ -48,8 +54,8 @@ class Pace:
         self._mode: Mode | None = None
         self._switched = False
         self._trial_left = 0
+        #: Steps of a batch bucket since a mode was last used in it.
         self._idle: dict[tuple[Mode, int], int] = {}
-        self._retry: dict[int, int] = {}
 
     def choose(self, requests: Sequence[Hashable], batch_size: int) -> Mode:
         """Return the mode of the next step for ``requests``, those of the batch that force none themselves."""
@@ -61,7 +67,7 @@ class Pace:
         if self._trial_left and mode in arms:
             self._trial_left -= 1
         else:
-            mode = self._trial(batch_size, static) or self._fastest(requests, batch_size)
+            mode = self._choose(requests, batch_size, static)
         assert mode is not None
         self._switched = mode is not self._mode
         self._mode = mode
@@ -107,33 +113,41 @@ class Pace:
         parallel = self._can_join and size <= self._thresholds.parallel_max_batch
         return [*([Mode.PARALLEL] if parallel else []), Mode.SEQUENTIAL, Mode.PLAIN]
 
-    def _trial(self, size: int, static: Mode) -> Mode | None:
-        """Return a mode whose time is unknown or old, or None."""
-        mode = None
-        # Plain decoding goes first: timing it loses nothing, and speculation is then judged after a few steps.
-        unknown = [arm for arm in (Mode.PLAIN, static) if not self.costs.count(arm, size)]
-        if unknown:
-            mode = unknown[0]
-        else:
-            for arm in self._arms(size):
-                idle = self._idle.get((arm, bucket(size)), 0)
-                wait = RETRY_AFTER if self.costs.count(arm, size) else FIRST_TRIAL_AFTER
-                if self._mode is Mode.PLAIN:
-                    wait = self._retry.get(bucket(size), RETRY_AFTER) if arm is static else 2 * LONGEST_RETRY
-                if arm is not self._mode and idle >= wait:
-                    mode = arm
-                    break
-        if mode is not None:
-            self._trial_left = TRIAL_STEPS - 1
-            if self._mode is Mode.PLAIN and not unknown:
-                self._retry[bucket(size)] = min(2 * self._retry.get(bucket(size), RETRY_AFTER), LONGEST_RETRY)
+    def _choose(self, requests: Sequence[Hashable], size: int, static: Mode) -> Mode:
+        """Return a mode to be timed, or the fastest one."""
+        drafting = [arm for arm in self._arms(size) if arm is not Mode.PLAIN]
+        cost = {arm: self.costs.relative(arm, size) for arm in drafting}
+        known = {arm: plain_steps for arm, plain_steps in cost.items() if plain_steps is not None}
+        if not known:
+            # Plain decoding goes first: timing it loses nothing, and speculation is then judged after a few steps.
+            return self._try(static if self.costs.fresh(Mode.PLAIN, size) else Mode.PLAIN)
+        best = min(known, key=lambda arm: known[arm])
+        gain = self.accepts.expected(requests) / known[best]
+        if gain < (MARGIN if self._mode is Mode.PLAIN else 1.0):
+            due = self._mode is Mode.PLAIN and self._waited(best, size, self._retry_after(requests, known[best]))
+            untried = [arm for arm in drafting if not self.costs.known(arm, size)]
+            return self._try((untried or [best])[0]) if due else Mode.PLAIN
+        wait = _steps_between((SWITCH_COST + TRIAL_STEPS * (gain - 1.0)) / gain, TRIAL_SHARE)
+        if self._waited(Mode.PLAIN, size, wait if self.costs.known(best, size) else FIRST_TRIAL_AFTER):
+            return self._try(Mode.PLAIN)
+        for arm in drafting:
+            if self._waited(arm, size, OTHER_RETRY if self.costs.known(arm, size) else FIRST_TRIAL_AFTER):
+                return self._try(arm)
+        return best
+
+    def _retry_after(self, requests: Sequence[Hashable], cost: float) -> int:
+        """Return after how many plain steps speculation is tried again: sooner on requests not drafted for yet."""
+        trial = SWITCH_COST + TRIAL_STEPS * max(cost - self.accepts.likely(requests), 0.0)
+        return _steps_between(trial, NEWCOMER_SHARE if self.accepts.mostly_new(requests) else TRIAL_SHARE)
+
+    def _try(self, mode: Mode) -> Mode:
+        self._trial_left = TRIAL_STEPS - 1
         return mode
 
-    def _fastest(self, requests: Sequence[Hashable], size: int) -> Mode:
-        known = [arm for arm in self._arms(size) if arm is not Mode.PLAIN and self.costs.count(arm, size)]
-        best = min(known, key=lambda arm: self.costs.ms(arm, size))
-        gain = self.accepts.expected(requests) * self.costs.ms(Mode.PLAIN, size) / self.costs.ms(best, size)
-        if gain < (MARGIN if self._mode is Mode.PLAIN else 1.0):
-            return Mode.PLAIN
-        self._retry.pop(bucket(size), None)
-        return best
+    def _waited(self, arm: Mode, size: int, steps: int) -> bool:
+        return arm is not self._mode and self._idle.get((arm, bucket(size)), 0) >= steps
+
+
+def _steps_between(cost: float, share: float) -> int:
+    """Return the steps between trials of ``cost`` plain steps each that together take ``share`` of the time."""
+    return round(min(max(cost / share, SHORTEST_RETRY), LONGEST_RETRY))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 
 import pytest
 
-from sglang_ext.core.costs import AcceptLengths, StepCosts, bucket
+from sglang_ext.core.costs import ENOUGH_STEPS, AcceptLengths, StepCosts, bucket
 from sglang_ext.core.pace import Pace
 from sglang_ext.core.schedule import Mode, ModePolicy
 
@@ -17,8 +18,10 @@ PLAIN, SEQUENTIAL, PARALLEL = Mode.PLAIN, Mode.SEQUENTIAL, Mode.PARALLEL
 class Machine:
     """A simulated server: steps of known cost, drafts of known worth, and the worker's calls in the worker's order."""
 
-    def __init__(self, pace: Pace, costs: dict[Mode, float], seed: int = 0) -> None:
+    def __init__(self, pace: Pace, costs: dict[Mode, float], seed: int = 0, drift_s: float = 0.0) -> None:
         self.pace, self.costs = pace, costs
+        #: Period in which the machine becomes a third slower and as fast as before again; 0: never.
+        self.drift_s = drift_s
         self.random = random.Random(seed)
         self.now = 0.0
         self.used: Counter[Mode] = Counter()
@@ -34,7 +37,7 @@ class Machine:
             mode = self.pace.choose(names, batch)
             self.pace.started(self.now, [mode] * batch)
             self.used[mode] += 1
-            self.now += self.costs[mode] * self.random.uniform(0.9, 1.1)
+            self.now += self.costs[mode] * self.random.uniform(0.9, 1.1) * self.slowness()
             gained = 0
             for request in names:
                 if mode is PLAIN or request not in self.drafted:
@@ -48,9 +51,17 @@ class Machine:
             self.drafted = set() if mode is PLAIN else set(names)
         return (self.now - began) / tokens
 
+    def slowness(self) -> float:
+        phase = self.now / 1000.0 / self.drift_s if self.drift_s else 0.0
+        return 1.15 - 0.15 * math.cos(2 * math.pi * phase)
+
 
 def pace(**thresholds: object) -> Pace:
     return Pace(ModePolicy(**{"parallel_max_batch": 1, **thresholds}), can_join=True, adaptive=True)
+
+
+def forced(mode: Mode) -> Pace:
+    return Pace(ModePolicy(mode=mode.value), can_join=True, adaptive=True)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -66,6 +77,26 @@ def test_no_text_is_decoded_clearly_slower_than_plainly(accept_length: float, se
     if accept_length >= 2.3:
         assert machine.used[SEQUENTIAL] > machine.used[PARALLEL] > 0  # both tried, the faster one kept
         assert machine.used[PLAIN] < 0.06 * sum(machine.used.values())
+
+
+@pytest.mark.parametrize("drift_s", [30.0, 120.0, 600.0])
+@pytest.mark.parametrize("accept_length", [1.3, 1.55, 2.3])
+def test_a_machine_whose_speed_drifts_is_judged_as_one_that_is_steady(accept_length: float, drift_s: float) -> None:
+    costs = {PLAIN: 76.0, SEQUENTIAL: 123.0, PARALLEL: 128.0}
+    machine, plain = Machine(pace(), costs, 1, drift_s), Machine(forced(PLAIN), costs, 2, drift_s)
+    for i in range(60):
+        machine.serve(f"r{i}", 100, accept_length)
+        plain.serve(f"r{i}", 100, accept_length)
+    best = min(1.0, costs[SEQUENTIAL] / accept_length / costs[PLAIN])
+    assert machine.now <= 1.06 * best * plain.now
+
+
+def test_a_larger_batch_is_judged_by_the_smaller_ones_until_it_is_timed() -> None:
+    chooser = pace()
+    Machine(chooser, {PLAIN: 76.0, SEQUENTIAL: 150.0, PARALLEL: 152.0}).serve("one", 300, 1.2)
+    large = Machine(chooser, {PLAIN: 100.0, SEQUENTIAL: 300.0})
+    large.serve("many", 100, 1.2, batch=16)
+    assert large.used[SEQUENTIAL] == 0, "drafting does not pay alone, so it was not tried on sixteen"
 
 
 def test_a_request_worth_drafting_for_is_found_among_others_that_are_not() -> None:
@@ -99,8 +130,8 @@ def test_a_useless_drafter_is_hardly_tried_again() -> None:
 
 def test_limits_and_names_of_the_user_hold() -> None:
     for name in Mode:
-        forced = Pace(ModePolicy(mode=name.value), can_join=True, adaptive=True)
-        assert {forced.choose(["a"], size) for size in (1, 2, 64)} == {name}
+        chooser = forced(name)
+        assert {chooser.choose(["a"], size) for size in (1, 2, 64)} == {name}
     limited = Machine(pace(parallel_max_batch=0, plain_min_batch=4), {PLAIN: 50.0, SEQUENTIAL: 60.0})
     assert limited.pace.drafts_after_prefill()
     limited.serve("few", 300, 3.0, batch=3)
@@ -122,7 +153,7 @@ def test_steps_around_a_prefill_or_a_switch_or_of_mixed_modes_are_not_measured()
     assert chooser.costs.to_dict() == []
     chooser.started(600.0, [SEQUENTIAL, PLAIN])
     chooser.started(650.0, [PLAIN])
-    assert chooser.costs.to_dict() == [{"mode": "sequential", "batch": 1, "ms": 100.0, "steps": 1}]
+    assert chooser.costs.to_dict() == [{"mode": "sequential", "batch": 1, "ms": 100.0, "steps": 1, "plain_steps": None}]
 
 
 def test_batches_share_a_bucket_up_to_the_next_power_of_two() -> None:
@@ -131,7 +162,51 @@ def test_batches_share_a_bucket_up_to_the_next_power_of_two() -> None:
     for ms in (10.0, 11.0, 900.0):
         costs.add(PLAIN, 3, ms)
     assert costs.ms(PLAIN, 4) == 11.0
-    assert costs.count(PLAIN, 5) == 0
+    assert costs.fresh(PLAIN, 4)
+    assert not costs.fresh(PLAIN, 5)
+
+
+def test_modes_are_compared_by_times_taken_close_together() -> None:
+    costs = StepCosts()
+    assert costs.relative(PLAIN, 1) == 1.0
+    assert costs.relative(SEQUENTIAL, 1) is None
+    for _ in range(ENOUGH_STEPS):
+        costs.add(PLAIN, 1, 50.0)
+    for _ in range(ENOUGH_STEPS - 1):
+        costs.add(SEQUENTIAL, 1, 75.0)
+    assert not costs.known(SEQUENTIAL, 1)
+    costs.add(SEQUENTIAL, 1, 75.0)
+    assert costs.relative(SEQUENTIAL, 1) == 1.5
+    for ms in [75.0] * 40 + [150.0] * 40:  # the machine became twice as slow, which says nothing about the ratio
+        costs.add(SEQUENTIAL, 1, ms)
+    assert costs.relative(SEQUENTIAL, 1) == 1.5
+    for _ in range(ENOUGH_STEPS):
+        costs.add(PARALLEL, 1, 160.0)  # beside a mode of known cost
+    assert costs.relative(PARALLEL, 1) == pytest.approx(1.6)
+    for _ in range(ENOUGH_STEPS):
+        costs.add(PLAIN, 1, 100.0)
+    assert costs.relative(SEQUENTIAL, 1) == 1.5
+
+
+def test_one_odd_comparison_does_not_decide() -> None:
+    costs = StepCosts()
+    for plain_ms in (50.0, 50.0, 90.0):
+        for _ in range(40):
+            costs.add(SEQUENTIAL, 4, 75.0)
+        for _ in range(ENOUGH_STEPS):
+            costs.add(PLAIN, 4, plain_ms)
+    assert costs.relative(SEQUENTIAL, 4) == 1.5
+
+
+def test_a_batch_size_never_timed_borrows_from_the_next_smaller_else_larger() -> None:
+    costs = StepCosts()
+    for size, ms in ((2, 60.0), (8, 100.0)):
+        for _ in range(ENOUGH_STEPS):
+            costs.add(PLAIN, size, 50.0)
+        for _ in range(ENOUGH_STEPS):
+            costs.add(SEQUENTIAL, size, ms)
+    assert [costs.relative(SEQUENTIAL, size) for size in (1, 2, 4, 8, 64)] == [1.2, 1.2, 1.2, 2.0, 2.0]
+    assert not costs.known(SEQUENTIAL, 4)
 
 
 def test_expectations_follow_a_request_and_start_from_the_others() -> None:

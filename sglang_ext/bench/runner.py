@@ -67,13 +67,16 @@ class Measurement:
 
     @property
     def decode_tok_s(self) -> float | None:
-        """Decoding speed of the whole batch in tokens a second, first token to last; None if nothing was decoded.
+        """Decoding speed of the whole batch in tokens a second, all prompts read; None if nothing was decoded.
 
-        It is the requests' own mean speed (tokens after the first over time after the first) times their number, so a
-        request that ends early does not make the batch look slower.
+        It is the requests' own mean speed (tokens after the first over time after the batch's last first token) times
+        their number, so a request that ends early does not make the batch look slower. Reading the prompts is left out
+        for every request alike: a server may deliver first tokens one by one or, a step behind, all together.
         """
-        seconds = sum(completion.last_s - completion.first_s for completion in self.completions)
-        tokens = self.tokens - len(self.completions)
+        began = max(completion.first_s for completion in self.completions)
+        decoded = [completion for completion in self.completions if completion.last_s > began]
+        seconds = sum(completion.last_s - began for completion in decoded)
+        tokens = sum(completion.tokens - 1 for completion in decoded)
         return len(self.completions) * tokens / seconds if tokens > 0 and seconds > 0 else None
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Sequence
@@ -52,6 +53,20 @@ def test_a_request_that_ends_early_does_not_slow_the_batch_down() -> None:
     short = measurement(PLAIN, [2.0, 1.0], [range(11), range(6)])
     assert full.decode_tok_s == pytest.approx(10.0)
     assert short.decode_tok_s == pytest.approx(10.0)
+
+
+def test_the_others_prompts_are_not_decoding_time() -> None:
+    """A server that delivers first tokens one by one decodes as fast as one that delivers them together."""
+    together = measurement(PLAIN, [2.0, 2.0], [range(11), range(11)])
+    early, late = together.completions
+    one_by_one = Measurement(together.block, (dataclasses.replace(early, first_s=10.5), late))
+    assert one_by_one.decode_tok_s == together.decode_tok_s == pytest.approx(10.0)
+
+
+def test_a_request_that_ends_before_the_last_prompt_is_read_does_not_count() -> None:
+    both = measurement(PLAIN, [2.0, 2.0], [range(11), range(3)])
+    done = dataclasses.replace(both.completions[1], first_s=10.2, last_s=10.6)
+    assert Measurement(both.block, (both.completions[0], done)).decode_tok_s == pytest.approx(10.0)
 
 
 def test_one_token_says_nothing_about_decoding() -> None:

@@ -101,7 +101,7 @@ def markdown(table: Sequence[Row], accepted: Sequence[Acceptance], environment: 
     lines += summary_table(table)
     lines += [
         "",
-        "tok/s: tokens a second of the whole batch once its prompts are read. Ratio: geometric mean of the rounds' paired "
+        "tok/s: tokens a second of the whole batch, its prompts read. Ratio: geometric mean of the rounds' paired "
         "ratios with its 95 % confidence interval. Accept length: tokens per target pass. Texts: greedy outputs equal "
         "to the plain ones, near ties and differences apart.",
         "",

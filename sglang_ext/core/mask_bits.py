@@ -127,7 +127,7 @@ def _pack_bytes(layout: BlockLayout, rows: Rows, byte: Tensor, byte_ptr: Tensor,
     query, key = entry // keys, entry % keys
     inside = query < sizes[0][request]
     seen = pair_visible(layout, rows, request, torch.where(inside, query, 0), key)
-    return ((seen & inside) << lane).sum(-1).to(torch.uint8)
+    return ((seen & inside).to(torch.int64) << lane).sum(-1).to(torch.uint8)
 
 
 def pair_visible(layout: BlockLayout, rows: Rows, request: Tensor, query: Tensor, key: Tensor) -> Tensor:

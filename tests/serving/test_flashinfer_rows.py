@@ -238,6 +238,28 @@ def test_merging_two_key_sets_is_attending_both(seed, first, second):
         torch.testing.assert_close(found, expected, **EXACT)
 
 
+@pytest.mark.parametrize(("heads", "head_dim", "turns"), [(64, 128, 1), (65, 128, 2), (129, 64, 2), (96, 256, 3)])
+def test_more_heads_than_a_block_of_threads_are_merged_in_turns(heads, head_dim, turns):
+    random = torch.Generator().manual_seed(heads)
+    parts = [
+        (torch.randn(2, heads, head_dim, generator=random), torch.randn(2, heads, generator=random)) for _ in range(2)
+    ]
+    library = TwinLibrary()
+    found = Kernels(library, "cpu", 64).merge(*parts)
+    assert library.merges == turns
+    for part, expected in zip(found, TwinLibrary().merge_state(*parts[0], *parts[1]), strict=True):
+        assert torch.equal(part, expected)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_every_kind_of_call_is_warmed_up(kv_dtype):
+    library = TwinLibrary()
+    shape = HeadShape(8, 2, 64, 0.125, torch.bfloat16, kv_dtype)
+    Kernels(library, "cpu", 64).warm_up(shape)
+    assert [(plan.kind, plan.kv_dtype) for plan in library.plans] == [("paged", kv_dtype), ("ragged", torch.bfloat16)]
+    assert library.merges == 1
+
+
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
 

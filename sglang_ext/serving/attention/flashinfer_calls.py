@@ -32,6 +32,9 @@ from sglang_ext.core.refusal import Refusal
 WORKSPACE_BYTES = 256 << 20
 """Scratch of the kernels; they run on one stream and share it."""
 
+MERGE_THREADS, MERGE_WIDTH = 1024, 8
+"""A merge gives a row one block of threads, each for this many numbers of one head: more heads are merged in turns."""
+
 HEAD_SIZES = (64, 128, 256)
 QUERY_DTYPES = (torch.float16, torch.bfloat16)
 KEY_DTYPES = (*QUERY_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -258,24 +261,42 @@ class Kernels:
     """
 
     def __init__(self, library: Any, device: torch.device | str, workspace_bytes: int = WORKSPACE_BYTES) -> None:
-        self._library = library
+        self.library = library
         self.device = torch.device(device)
-        self._workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=self.device)
+        self.workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=self.device)
 
     def paged(self, mode: MaskMode, shape: HeadShape) -> PagedCall:
         """Return a call over the pool in one mask mode."""
-        wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, LAYOUT, backend=BACKEND)
+        wrapper = self.library.BatchPrefillWithPagedKVCacheWrapper(self.workspace, LAYOUT, backend=BACKEND)
         return PagedCall(wrapper, mode, shape, self.device)
 
     def ragged(self, mode: MaskMode, shape: HeadShape) -> RaggedCall:
         """Return a call over packed keys in one mask mode."""
-        wrapper = self._library.BatchPrefillWithRaggedKVCacheWrapper(self._workspace, LAYOUT, backend=BACKEND)
+        wrapper = self.library.BatchPrefillWithRaggedKVCacheWrapper(self.workspace, LAYOUT, backend=BACKEND)
         return RaggedCall(wrapper, mode, shape, self.device)
 
     def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Merge outputs ``[N, Hq, D]`` and base-2 LSE ``[N, Hq]`` over two disjoint sets of keys."""
-        out, lse = self._library.merge_state(*first, *second)
-        return out, lse
+        heads, head_dim = first[0].shape[1:]
+        at_once = MERGE_THREADS * MERGE_WIDTH // head_dim
+        if heads <= at_once:
+            out, lse = self.library.merge_state(*first, *second)
+            return out, lse
+        parts = []
+        for start in range(0, heads, at_once):
+            chosen = slice(start, start + at_once)
+            parts.append(self.library.merge_state(*(part[:, chosen].contiguous() for part in (*first, *second))))
+        return torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 1)
+
+    def warm_up(self, shape: HeadShape) -> None:
+        """Run one row through every kind of call, so that kernels are compiled and loaded before requests wait."""
+        empty = torch.zeros((1, shape.kv_heads, shape.head_dim), device=self.device)
+        query = torch.zeros((1, shape.heads, shape.head_dim), dtype=shape.dtype, device=self.device)
+        pool, row = empty.to(shape.kv_dtype), empty.to(shape.dtype)
+        paged, ragged = self.paged(MaskMode.FULL, shape), self.ragged(MaskMode.FULL, shape)
+        paged.plan([1], [1], torch.zeros(1, dtype=torch.int32, device=self.device))
+        ragged.plan([1], [1])
+        self.merge(paged.run(query, pool, pool), ragged.run(query, row, row))
 
 
 def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

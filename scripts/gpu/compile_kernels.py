@@ -94,7 +94,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Compile what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for everything that is built")
-    parser.add_argument("--arch", default="9.0a", help="target, 9.0a (Hopper) or 10.0a (Blackwell) (default: %(default)s)")
+    parser.add_argument(
+        "--arch", default="9.0a", help="target, 9.0a (Hopper) or 10.0a (Blackwell) (default: %(default)s)"
+    )
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="variants (default: all)")
     parser.add_argument("--units", nargs="+", choices=UNITS, default=list(UNITS), help="files (default: all)")
     parser.add_argument("--modules", action="store_true", help="build whole modules, and the one that merges")
@@ -109,7 +111,6 @@ def main(arguments: list[str] | None = None) -> int:
     )
     from flashinfer.jit.cascade import gen_cascade_module
     from row_intervals import JIT_KEYWORDS
-
 
     for name in args.only:
         head_dim, query, pool = VARIANTS[name]

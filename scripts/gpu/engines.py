@@ -26,9 +26,7 @@ def plain_args(target: Path, *, graphs: bool, **more: Any) -> dict[str, Any]:
     return {"model_path": str(target), **COMMON, **({} if graphs else EAGER), **more}
 
 
-def drafting_args(
-    target: Path, algorithm: str, drafter: Path, options: dict[str, Any], **more: Any
-) -> dict[str, Any]:
+def drafting_args(target: Path, algorithm: str, drafter: Path, options: dict[str, Any], **more: Any) -> dict[str, Any]:
     """Arguments of a server with one of our algorithms."""
     return plain_args(
         target,

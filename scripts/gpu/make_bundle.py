@@ -212,7 +212,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--set", choices=SETS, default="kernels", help="what to run on the host (default: %(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="archive to write (.tar.xz)")
-    parser.add_argument("--wheel", type=Path, action="append", default=[], help="wheel for the host's Python (repeatable)")
+    parser.add_argument(
+        "--wheel", type=Path, action="append", default=[], help="wheel for the host's Python (repeatable)"
+    )
     parser.add_argument("--prebuilt", type=Path, help="folder with compiled FlashInfer modules (*.so)")
     parser.add_argument("--preset", type=int, default=6, help="0 (fast) to 9 (small) (default: %(default)s)")
     args = parser.parse_args(arguments)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from cases import Case
@@ -48,14 +50,15 @@ def _check(setting: Setting, rows: Rows, kernels: Kernels, shape: HeadShape, cou
             if candidate and (what == "tree" or (form == "intervals" and setting.dry)):
                 continue  # siblings are not a prefix
             allowed = CANDIDATE_8_BIT if candidate and shape.kv_dtype != shape.dtype else limit
-            _compare(rows, f"{what} {form} {name}", lambda: mask_form(form, case, kernels)(), expected, allowed)
+            _compare(rows, f"{what} {form} {name}", partial(mask_form, form, case, kernels), expected, allowed)
     for what, case in (("chain", parallel), ("tree", tree)):
-        _compare(rows, f"verify {what} {name}", lambda: clean_form(case, kernels)(), case.clean_oracle(), limit)
+        _compare(rows, f"verify {what} {name}", partial(clean_form, case, kernels), case.clean_oracle(), limit)
 
 
-def _compare(rows: Rows, name: str, run: Run, expected: torch.Tensor, limit: float) -> None:
+def _compare(rows: Rows, name: str, plan: Callable[[], Run], expected: torch.Tensor, limit: float) -> None:
+    """Plan a form and hold its numbers against the oracle's."""
     try:
-        error = float((run().float() - expected).abs().max())
+        error = float((plan()().float() - expected).abs().max())
     except Exception as problem:  # whatever it is, one form that cannot run must not hide the others
         rows.add(check=name, ok=False, error=f"{type(problem).__name__}: {problem}"[:300])
         return

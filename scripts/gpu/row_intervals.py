@@ -49,8 +49,10 @@ def jit_arguments(shape: HeadShape) -> list[Any]:
     """Return what the library needs to compile the variant; the first entry names the build."""
     types = (shape.dtype, shape.kv_dtype, shape.dtype)
     names = "_".join(str(dtype).removeprefix("torch.") for dtype in types[:2])
-    return [f"seen_intervals_v{VERSION}_{names}_{shape.head_dim}", *types, torch.int32, shape.head_dim, shape.head_dim,
-            ["intervals", "shared_keys"], ["int32_t", "int32_t"], ["sm_scale"], ["double"], NAME, DECLARATION]  # fmt: skip
+    name = f"seen_intervals_v{VERSION}_{names}_{shape.head_dim}"
+    tensors, scalars = (["intervals", "shared_keys"], ["int32_t", "int32_t"]), (["sm_scale"], ["double"])
+    sizes = (shape.head_dim, shape.head_dim)
+    return [name, *types, torch.int32, *sizes, *tensors, *scalars, NAME, DECLARATION]
 
 
 JIT_KEYWORDS = {"paged_kv_stride_mode": "equal", "module_surface": "full"}

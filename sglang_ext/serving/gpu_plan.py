@@ -87,6 +87,8 @@ def apply_gpu_defaults(args: Any) -> None:
         config = with_phase(config, phase, backend=Backend.DISABLED)
     args.cuda_graph_config = config
     args.disable_overlap_schedule = True
+    # The host tunes kernels with a dummy verification, which it cannot make up for an algorithm of a plugin.
+    args.disable_flashinfer_autotune = True
     logger.warning(
         "--speculative-algorithm %s on a GPU: CUDA graphs and overlapped scheduling are off in this release",
         args.speculative_algorithm.lower(),

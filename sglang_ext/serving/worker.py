@@ -284,7 +284,10 @@ class SpecWorker(BaseSpecWorker):
                 # GPU planners want key lengths that already count the rows in flight; the host restores the batch.
                 batch.seq_lens_cpu = batch.seq_lens_cpu + width
                 batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
-            forward_batch, _ = verify_input.prepare_for_verify(batch, self.target_worker)
+            # An eager GPU pass plans its attention itself; planning here would do it twice.
+            forward_batch, _ = verify_input.prepare_for_verify(
+                batch, self.target_worker, defer_metadata_init=self.device != "cpu"
+            )
         with self.profile.section("target"):
             output = self.target_worker.forward_batch_generation(
                 batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True

@@ -59,10 +59,10 @@ def test_blocks_are_those_of_the_cpu_backend(lengths, depth, block, seed, form):
     bench.drafter._attention = block_attention(
         bench.runner, bench.pool, 1, lambda source: FORMS[form](source, Kernels(library, "cpu", 64), SHAPE)
     )
-    torch.testing.assert_close(bench.drafter.block_logits(context), expected, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(bench.drafter.block_logits(context), expected, atol=1e-4, rtol=1e-4)
     assert len(library.plans) == (2 if form == "merged" else 1), "planned once, whatever the depth"
     chosen = context.select(torch.tensor([len(lengths) - 1]), [len(lengths) - 1])
-    torch.testing.assert_close(bench.drafter.block_logits(chosen), expected[-1:], atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(bench.drafter.block_logits(chosen), expected[-1:], atol=1e-4, rtol=1e-4)
 
 
 @LAWS

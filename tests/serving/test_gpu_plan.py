@@ -94,6 +94,7 @@ def test_graphs_are_off_in_the_resolved_record_and_the_log_says_so(caplog: pytes
     with caplog.at_level(logging.WARNING):
         apply_gpu_defaults(args)
     assert args.disable_overlap_schedule
+    assert args.disable_flashinfer_autotune
     assert [getattr(args.cuda_graph_config, phase).backend for phase in Phase.ALL] == [Backend.DISABLED] * 2
     assert "CUDA graphs and overlapped scheduling are off" in caplog.text
 

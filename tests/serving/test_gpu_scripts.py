@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import random
 import subprocess
 import sys
 import tarfile
@@ -15,8 +16,11 @@ import pytest
 
 pytest.importorskip("sglang")
 
+import torch
+
+from sglang_ext.core.block import mask_rows_mask
 from sglang_ext.serving.attention import flashinfer_twin
-from sglang_ext.serving.attention.flashinfer_calls import PagedCall
+from sglang_ext.serving.attention.flashinfer_calls import HeadShape, PagedCall
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "gpu"
 
@@ -81,7 +85,9 @@ def test_a_part_without_a_gpu_or_without_time_is_reported(script, tmp_path: Path
     cut = check.supervise("kernels", 0.05, tmp_path, dry=True)
     assert crashed["ended"] == "crashed"
     assert cut["ended"].startswith("cut after")
-    text = check.table([crashed, cut, {"part": "steps", "ended": "failed", "seconds": 1, "rows": [{"ok": False, "x": 7}]}])
+    text = check.table(
+        [crashed, cut, {"part": "steps", "ended": "failed", "seconds": 1, "rows": [{"ok": False, "x": 7}]}]
+    )
     assert "crashed" in text
     assert '{"ok": false, "x": 7}' in text
 
@@ -94,7 +100,10 @@ def test_an_unknown_argument_of_sglang_is_noticed(script, tmp_path: Path) -> Non
 
 def test_a_gap_is_measured_at_the_first_difference(script) -> None:
     gap = script("part_engine")._gap
-    plain = {"output_ids": [4, 5, 6], "meta_info": {"output_top_logprobs": [[], [[-0.5, 5, None], [-0.75, 9, None]], []]}}
+    plain = {
+        "output_ids": [4, 5, 6],
+        "meta_info": {"output_top_logprobs": [[], [[-0.5, 5, None], [-0.75, 9, None]], []]},
+    }
     assert gap(plain, {"output_ids": [4, 5, 6]}) == 0
     assert gap(plain, {"output_ids": [4, 9, 1]}) == 0.25
     assert gap(plain, {"output_ids": [4, 8, 6]}) == float("inf")
@@ -104,7 +113,9 @@ def test_speedups(script) -> None:
     assert script("part_steps").speedup(3.0, 6.0, 4) == 2.0
 
 
-def test_a_bundle_runs_where_nothing_is_installed_from_here(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bundle_runs_where_nothing_is_installed_from_here(
+    script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The project's own part of the archive: unpacked elsewhere it is what runs, and the host finds the plugin."""
     make_bundle = script("make_bundle")
     monkeypatch.setitem(make_bundle.SETS, "kernels", ["json"])
@@ -115,7 +126,9 @@ def test_a_bundle_runs_where_nothing_is_installed_from_here(script, tmp_path: Pa
     top = tmp_path / "bundle"
     assert not list(top.rglob("*.safetensors"))
     out = tmp_path / "results"
-    run = dry(["--out", str(out), "--only", "environment", "kernels"], top / "scripts/gpu/check.py", PYTHONPATH=str(top))
+    run = dry(
+        ["--out", str(out), "--only", "environment", "kernels"], top / "scripts/gpu/check.py", PYTHONPATH=str(top)
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     where = "import sglang_ext; from importlib.metadata import entry_points; " \
             "print(sglang_ext.__file__, *entry_points(group='sglang.srt.plugins', name='sglang_ext'))"  # fmt: skip
@@ -141,6 +154,37 @@ def test_the_archive_has_what_flashinfer_needs_and_names_what_it_lacks(script, t
     (prebuilt / "some_uri.so").write_bytes(b"x")
     make_bundle.add_prebuilt(bundle, tmp_path / "modules")
     assert "flashinfer/data/aot/some_uri/some_uri.so" in bundle.files
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_two_intervals_say_what_the_mask_says(script, seed: int) -> None:
+    picked = random.Random(seed)
+    committed = [picked.randint(1, 40) for _ in range(3)]
+    widths = [picked.randint(0, 5) for _ in committed]
+    groups = [picked.randint(0, max(width, 1)) for width in widths]
+    groups[0] = max(groups[0], 1)
+    shape = HeadShape(4, 2, 64, 0.125, torch.float32, torch.float32)
+    case = script("cases").Case(shape, committed, widths, groups, 3, "cpu", seed=seed)
+    table = script("row_intervals").interval_table(case)
+    keys = max(case.lengths)
+    seen = mask_rows_mask(case.layout, keys)
+    row = 0
+    for i, (length, own) in enumerate(zip(case.lengths, case.layout.mask.carried)):
+        for query in range(own):
+            first, count, second, more = table[row].tolist()
+            key = torch.arange(length + own)
+            found = ((key >= first) & (key < first + count)) | ((key >= second) & (key < second + more))
+            assert torch.equal(found, torch.cat([seen[i, query, :length], seen[i, query, keys : keys + own]]))
+            assert found[: committed[i]].all(), "keys that the kernel may take without looking"
+            row += 1
+    assert row == table.shape[0]
+
+
+def test_a_toolkit_is_found_where_it_is_named(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch()
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert script("compile_kernels").find_cuda() == tmp_path
 
 
 def test_hosts_have_what_their_packages_require(script) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 from pathlib import Path
@@ -40,10 +39,10 @@ def drafting_args(target: Path, algorithm: str, drafter: Path, options: dict[str
 
 def check_args(args: dict[str, Any]) -> None:
     """Make sure, without a device, that SGLang has every argument and that ours resolve to a plan."""
+    from sglang.srt.arg_groups.arg_utils import field_names
     from sglang.srt.server_args import ServerArgs
 
-    known = {field.name for field in dataclasses.fields(ServerArgs)}
-    unknown = sorted(set(args) - known)
+    unknown = sorted(set(args) - field_names(ServerArgs))
     if unknown:
         raise ValueError(f"SGLang has no arguments {unknown}")
     if "speculative_algorithm" in args:

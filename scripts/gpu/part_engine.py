@@ -22,7 +22,7 @@ def run(setting: Setting, rows: Rows) -> None:
         base = Path(folder)
         target = write_target(base / "target", TINY, weights=True)
         flexdraft = write_flexdraft(base / "flexdraft", TINY, layers=2, block=8, rank=16)
-        dflare = write_tapped(base / "dflare", TINY, method="dflare", layers=2, taps=2, block=8)
+        dflare = write_tapped(base / "dflare", TINY, method="dflare", layers=2, taps=1, block=8)
         none: dict[str, Any] = {"pruning": "none", "adaptive": False}
         servers = {
             "flexdraft merged": (drafting_args(target, "FLEXDRAFT", flexdraft, none), ("parallel", "sequential")),

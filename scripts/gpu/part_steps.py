@@ -34,7 +34,7 @@ def run(setting: Setting, rows: Rows) -> None:
         base = Path(folder)
         target = write_target(base / "target", shape, weights=False)
         layers, block = (2, 8) if setting.dry else (10, 16)
-        depth, taps = (2, 2) if setting.dry else (5, 5)
+        depth, taps = (2, 1) if setting.dry else (5, 5)
         flexdraft = write_flexdraft(base / "flexdraft", shape, layers=layers, block=block, rank=512)
         tapped = {
             method: write_tapped(base / method, shape, method=method, layers=depth, taps=taps, block=block)

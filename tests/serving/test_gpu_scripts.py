@@ -133,7 +133,11 @@ def test_a_bundle_runs_where_nothing_is_installed_from_here(
     where = "import sglang_ext; from importlib.metadata import entry_points; " \
             "print(sglang_ext.__file__, *entry_points(group='sglang.srt.plugins', name='sglang_ext'))"  # fmt: skip
     seen = subprocess.run(
-        [sys.executable, "-c", where], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(top)}
+        [sys.executable, "-c", where],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(top)},
+        cwd=tmp_path,
     )
     assert str(top) in seen.stdout
     assert "sglang_ext.plugin:register" in seen.stdout

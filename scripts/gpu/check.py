@@ -66,7 +66,7 @@ def supervise(part: str, limit: float, out: Path, dry: bool) -> dict[str, Any]:
         command.append("--dry-run")
     started = time.perf_counter()
     with (out / f"{part}.log").open("w") as log:
-        # A session of its own: servers that a part has started end with it.
+        # A process group of its own: servers that a part has started end with it.
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             status = process.wait(limit)

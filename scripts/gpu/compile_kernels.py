@@ -30,14 +30,14 @@ UNITS = ("paged_kernel_mask_0", "paged_kernel_mask_1", "paged_kernel_mask_2", "r
 
 
 def find_cuda() -> Path:
-    """Return a toolkit folder: CUDA_HOME, the one installed as Python packages, or the system's.
+    """Return a toolkit folder: CUDA_HOME, the system's, or the one installed as Python packages.
 
     Raises:
         SystemExit: there is no nvcc.
     """
     packages = Path(sysconfig.get_paths()["purelib"])
     candidates = [Path(os.environ["CUDA_HOME"])] if "CUDA_HOME" in os.environ else []
-    candidates += [*sorted(packages.glob("nvidia/cu1*")), *sorted(Path("/usr/local").glob("cuda*"), reverse=True)]
+    candidates += [*sorted(Path("/usr/local").glob("cuda*"), reverse=True), *sorted(packages.glob("nvidia/cu1*"))]
     for folder in candidates:
         if (folder / "bin" / "nvcc").exists():
             return folder
@@ -76,7 +76,9 @@ def compile_units(spec: object, units: tuple[str, ...]) -> list[tuple[str, float
     for unit in units:
         (target,) = [name for name in objects if unit in name and name.endswith(".o")]
         started = time.perf_counter()
-        subprocess.run([*ninja, target], stdout=subprocess.DEVNULL, check=True)
+        run = subprocess.run([*ninja, target], capture_output=True, text=True)
+        if run.returncode:
+            raise SystemExit(f"{unit} does not compile:\n{run.stdout[-4000:]}{run.stderr[-2000:]}")
         found.append((Path(target).name, time.perf_counter() - started))
     return found
 

@@ -15,7 +15,7 @@ Shape legend: B requests, W most clean rows of a request, G most mask groups of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -37,6 +37,7 @@ class RowMap:
         ptr: ``[B+1]`` int64, where each request starts in the flat form.
         request: ``[N]`` int64, request of each flat row.
         column: ``[N]`` int64, column of each flat row within its request.
+        carried: rows each request takes up in the flat form, known on the host.
     """
 
     counts: Tensor
@@ -46,6 +47,7 @@ class RowMap:
     ptr: Tensor
     request: Tensor
     column: Tensor
+    carried: tuple[int, ...]
 
     @classmethod
     def ragged(cls, counts: Sequence[int], device: torch.device | str = "cpu") -> RowMap:
@@ -56,7 +58,8 @@ class RowMap:
         request = torch.arange(len(counts)).repeat_interleave(count, output_size=total)
         column = torch.arange(total) - ptr[request]
         tensors = [tensor.to(device, non_blocking=True) for tensor in (count, ptr, request, column)]
-        return cls(tensors[0], width, total, total == len(counts) * width, tensors[1], tensors[2], tensors[3])
+        dense = total == len(counts) * width
+        return cls(tensors[0], width, total, dense, tensors[1], tensors[2], tensors[3], tuple(counts))
 
     @classmethod
     def padded(cls, counts: Tensor, width: int) -> RowMap:
@@ -65,7 +68,8 @@ class RowMap:
         flat = torch.arange(batch * width, device=device)
         ptr = torch.arange(batch + 1, device=device) * width
         step = max(width, 1)
-        return cls(counts.to(torch.int64), width, batch * width, True, ptr, flat // step, flat % step)
+        carried = (width,) * batch
+        return cls(counts.to(torch.int64), width, batch * width, True, ptr, flat // step, flat % step, carried)
 
     @property
     def batch(self) -> int:
@@ -121,6 +125,8 @@ class BlockLayout:
         mask: row map of the mask rows, ``width`` = G * K.
         first_anchor: ``[B]`` int64, anchor of group 0: n when it hangs from clean row 0, n - 1 in a sequential pass.
         parent: ``[B, W]`` int64, clean row each clean row follows, -1 for the first; None for a chain.
+        host_committed: ``committed`` as the host knows it, None where only the device does. Kernels that are planned
+            on the host need it.
     """
 
     block_size: int
@@ -130,6 +136,7 @@ class BlockLayout:
     mask: RowMap
     first_anchor: Tensor
     parent: Tensor | None = None
+    host_committed: tuple[int, ...] | None = None
 
     @classmethod
     def ragged(
@@ -173,6 +180,7 @@ class BlockLayout:
             RowMap.ragged([g * block_size for g in groups], device),
             block_size,
             parent,
+            tuple(committed),
         )
 
     @classmethod
@@ -186,6 +194,7 @@ class BlockLayout:
         widths: Tensor | None = None,
         group_counts: Tensor | None = None,
         parent: Tensor | None = None,
+        host_committed: Sequence[int] | None = None,
     ) -> BlockLayout:
         """Lay out ``width`` clean rows and ``groups`` groups for every request; all shapes are known on the host.
 
@@ -198,6 +207,7 @@ class BlockLayout:
                 seen by no real row.
             group_counts: ``[B]`` int real groups per request, None for all G (bounded by ``widths`` if given).
             parent: ``[B, W]`` int token tree, None for a chain.
+            host_committed: ``committed`` where the host knows it.
 
         Raises:
             ValueError: if there are more groups than rows to hang from.
@@ -220,24 +230,44 @@ class BlockLayout:
             RowMap.padded(group_counts * block_size, groups * block_size),
             block_size,
             parent,
+            None if host_committed is None else tuple(host_committed),
         )
 
     @classmethod
-    def sequential(cls, lengths: Tensor, block_size: int) -> BlockLayout:
+    def sequential(cls, lengths: Tensor, block_size: int, host_lengths: Sequence[int] | None = None) -> BlockLayout:
         """Lay out the sequential pass: no clean rows, one group after each request's last committed token.
 
         Args:
             lengths: ``[B]`` int, committed length n after the step's tokens went into the cache, at least 1.
             block_size: K.
+            host_lengths: ``lengths`` where the host knows them.
         """
-        return cls.uniform(lengths, 0, 1, block_size)
+        return cls.uniform(lengths, 0, 1, block_size, host_committed=host_lengths)
 
     @classmethod
     def _build(
-        cls, committed: Tensor, clean: RowMap, groups: RowMap, mask: RowMap, block_size: int, parent: Tensor | None
+        cls,
+        committed: Tensor,
+        clean: RowMap,
+        groups: RowMap,
+        mask: RowMap,
+        block_size: int,
+        parent: Tensor | None,
+        host_committed: tuple[int, ...] | None,
     ) -> BlockLayout:
         first_anchor = torch.where(clean.counts > 0, committed, committed - 1)
-        return cls(block_size, committed, clean, groups, mask, first_anchor, parent)
+        return cls(block_size, committed, clean, groups, mask, first_anchor, parent, host_committed)
+
+    def without_cache(self) -> BlockLayout:
+        """Return the same rows over an empty cache: what is left of the pass once the committed tokens are attended
+        elsewhere. Positions count from the first row in flight, and the masks no longer depend on the context."""
+        shift = self.committed
+        return replace(
+            self,
+            committed=torch.zeros_like(shift),
+            first_anchor=self.first_anchor - shift,
+            host_committed=(0,) * self.batch,
+        )
 
     @property
     def batch(self) -> int:
@@ -255,15 +285,15 @@ class BlockLayout:
         return self.clean.column - 1 if self.parent is None else self.clean.flatten(self.parent)
 
     @cached_property
-    def _row_positions(self) -> Tensor:
+    def row_positions(self) -> Tensor:
         """``[B, W]`` int64 position of every padded clean row: n plus its depth in the chain or tree."""
         if self.parent is None:
             depth = torch.arange(self.clean.width, device=self.committed.device)
             return self.committed.unsqueeze(-1) + depth
-        return self.committed.unsqueeze(-1) + self._ancestors.sum(-1) - 1
+        return self.committed.unsqueeze(-1) + self.ancestors.sum(-1) - 1
 
     @cached_property
-    def _ancestors(self) -> Tensor:
+    def ancestors(self) -> Tensor:
         """``[B, W, W]`` bool, of a token tree."""
         if self.parent is None:
             raise ValueError("a chain has no ancestor matrix; positions already say what it would: use clean_mask")
@@ -272,14 +302,14 @@ class BlockLayout:
     @cached_property
     def clean_position(self) -> Tensor:
         """``[Nc]`` int64: absolute position of each flat clean row."""
-        return self.clean.flatten(self._row_positions)
+        return self.clean.flatten(self.row_positions)
 
     @cached_property
     def anchors(self) -> Tensor:
         """``[B, G]`` int64: last position group k assumes accepted, that of clean row k; -1 where there is no group."""
         depth = torch.arange(self.groups.width, device=self.committed.device)
         if self.parent is not None and self.clean.width:
-            depth = (self._row_positions - self.committed.unsqueeze(-1))[:, : self.groups.width]
+            depth = (self.row_positions - self.committed.unsqueeze(-1))[:, : self.groups.width]
         anchor = self.first_anchor.unsqueeze(-1) + depth
         return torch.where(self.groups.valid, anchor, -1)
 
@@ -317,7 +347,7 @@ def _key_positions(layout: BlockLayout, keys: int) -> Tensor:
     if layout.parent is None or layout.clean.width == 0:
         return slot
     row, in_flight = _slot_rows(layout, keys)
-    return torch.where(in_flight, layout._row_positions.gather(1, row), slot)
+    return torch.where(in_flight, layout.row_positions.gather(1, row), slot)
 
 
 def _slot_rows(layout: BlockLayout, keys: int) -> tuple[Tensor, Tensor]:
@@ -332,7 +362,7 @@ def _tree_restriction(layout: BlockLayout, query_row: Tensor, keys: int) -> Tens
     slots always, rows in flight only its ancestors and itself."""
     row, in_flight = _slot_rows(layout, keys)
     width = layout.clean.width
-    own = layout._ancestors.gather(1, query_row.unsqueeze(-1).expand(-1, -1, width))
+    own = layout.ancestors.gather(1, query_row.unsqueeze(-1).expand(-1, -1, width))
     related = own.gather(2, row.unsqueeze(1).expand(-1, query_row.shape[1], -1))
     return related | ~in_flight.unsqueeze(1)
 
@@ -349,7 +379,7 @@ def clean_mask(layout: BlockLayout, keys: int) -> Tensor:
     """
     last = (layout.clean.counts - 1).clamp_min(0).unsqueeze(-1)
     column = torch.minimum(torch.arange(layout.clean.width, device=layout.committed.device), last)
-    anchor = layout._row_positions.gather(1, column)
+    anchor = layout.row_positions.gather(1, column)
     group = torch.full_like(anchor, CLEAN)
     key_position = _key_positions(layout, keys)
     seen = visible(anchor, group, key_position, torch.full_like(key_position, CLEAN))

@@ -21,6 +21,7 @@ from sglang_ext.core.schedule import MODE_NAMES, ModePolicy
 
 PRUNING = tuple(strategy.value for strategy in PruneStrategy)
 ACCEPTANCE = tuple(rule.value for rule in AcceptRule if rule is not AcceptRule.GREEDY)
+GPU_ATTENTION = ("merged", "masked")
 OPTIONS_FLAG = "--speculative-adaptive-config"
 REQUEST_KEY = "speculative"
 
@@ -40,6 +41,8 @@ class SpecOptions:
         acceptance: rule for sampled requests (FlexDraft section 5); greedy requests always match exactly.
         draft_top_m: width of the truncated draft distribution stored per slot under ``rejection``.
         profile: time the parts of every step; ``/server_info`` shows the sums (``sglang-ext bench steps`` reads them).
+        gpu_attention: how mask rows are attended on a GPU with FlashInfer: ``merged`` (committed tokens without a mask,
+            the rest with a small one) or ``masked`` (one call with one custom mask); the CPU has one form.
     """
 
     mode: str = "auto"
@@ -51,11 +54,13 @@ class SpecOptions:
     acceptance: str = "target_only"
     draft_top_m: int = 64
     profile: bool = False
+    gpu_attention: str = "merged"
 
     def __post_init__(self) -> None:
         _one_of("mode", self.mode, MODE_NAMES)
         _one_of("pruning", self.pruning, PRUNING)
         _one_of("acceptance", self.acceptance, ACCEPTANCE)
+        _one_of("gpu_attention", self.gpu_attention, GPU_ATTENTION)
         _integer("parallel_max_batch", self.parallel_max_batch, minimum=0)
         _integer("draft_top_m", self.draft_top_m, minimum=1)
         if self.plain_min_batch is not None:

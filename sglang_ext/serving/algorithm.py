@@ -16,6 +16,7 @@ from sglang_ext.core.refusal import Refusal
 from sglang_ext.models.flexdraft.checkpoint import load_config
 from sglang_ext.models.tapped.checkpoint import load_config as load_tapped_config
 from sglang_ext.serving import request_hooks, streamed_text
+from sglang_ext.serving.gpu_plan import apply_gpu_defaults, check_gpu_args
 from sglang_ext.serving.plan import BLOCK_FLAG, SpecPlan, locate_drafter, resolve_plan
 
 ALGORITHMS = ("FLEXDRAFT", "DFLARE", "SCRIPTED")
@@ -75,8 +76,8 @@ class PluginAlgorithm(CustomSpecAlgo):
             # One process runs both the scheduler and the forward pass on a CPU: overlap only delays stops by one step.
             server_args.disable_overlap_schedule = True
         else:
-            # Mask rows are not part of any captured graph yet.
-            server_args.disable_cuda_graph = True
+            check_gpu_args(server_args)
+            apply_gpu_defaults(server_args)
         # Arguments are resolved in the process that serves HTTP; the other processes never import its front end.
         request_hooks.install(ALGORITHMS)
 

@@ -8,6 +8,8 @@ from typing import Any
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from torch import Tensor
 
+from sglang_ext.core.block import BlockLayout
+
 
 @dataclass
 class MaskRows:
@@ -29,8 +31,10 @@ class ChainVerifyInput(DFlashVerifyInput):
     """A chain of ``1 + v_i`` clean rows per request, flat and possibly ragged.
 
     ``verify_lens_cpu[i]`` is request i's row count; the inherited ``draft_token_num`` is the largest of them.
-    ``mask`` is set when mask groups join the pass at the split layer (parallel mode).
+    ``mask`` is set when mask groups join the pass at the split layer (parallel mode); ``layout`` is what both come
+    from.
     """
 
     verify_lens_cpu: list[int] = field(default_factory=list)
+    layout: BlockLayout | None = None
     mask: MaskRows | None = None

@@ -77,6 +77,10 @@ class SpecWorker(BaseSpecWorker):
         self.profile = StepProfile(self.plan.options.profile, self.device)
         self.profile.watch(self._runner.model.logits_processor, "target head")
         self._drafter = build_drafter(self.plan, self._runner, self.profile)
+        if self.device != "cpu":
+            from sglang_ext.serving.attention.gpu import install_verification
+
+            install_verification(self._runner)
         self.pace = Pace(self.plan.options.mode_policy(), self._drafter.can_join, self.plan.options.adaptive)
         self._watch = AcceptanceWatch(self.plan)
         server_info.install()
@@ -167,7 +171,7 @@ class SpecWorker(BaseSpecWorker):
             if req.inflight_middle_chunks <= 0 and drafts_after_prefill(req, self.pace)
         ]
         self._state.forget(batch.req_pool_indices)
-        self._draft_alone(batch, bonus, batch.seq_lens, rows)
+        self._draft_alone(batch, bonus, batch.seq_lens, rows, batch.seq_lens_cpu.tolist())
 
     # ----------------------------------------------------------------- decode
 
@@ -217,8 +221,7 @@ class SpecWorker(BaseSpecWorker):
         """Decide how many drafts of each request are verified and which mask groups join."""
         requests = read_requests(batch.reqs, self.pace)
         drafted = self._state.load(batch.req_pool_indices)
-        pruned = self._pruned(requests, drafted.confidence)
-        has_drafts = (drafted.confidence[:, 0] > 0).tolist()
+        pruned, has_drafts = self._pruned(requests, drafted.confidence)
         verify = [
             min(length, request.room) if has and request.mode is not Mode.PLAIN else 0
             for length, has, request in zip(pruned, has_drafts, requests, strict=True)
@@ -231,17 +234,21 @@ class SpecWorker(BaseSpecWorker):
             1 + length if request.mode is Mode.PARALLEL and request.room > 0 and self._drafter.can_join else 0
             for length, request in zip(verify, requests, strict=True)
         ]
-        layout = BlockLayout.ragged(batch.seq_lens.tolist(), widths, groups, self._block, device=self.device)
+        # The host's mirror of the lengths is exact without overlapped scheduling; reading it costs a GPU no wait.
+        lengths = (batch.seq_lens if self.device == "cpu" else batch.seq_lens_cpu).tolist()
+        layout = BlockLayout.ragged(lengths, widths, groups, self._block, device=self.device)
         return DecodeStep(requests, drafted, has_drafts, verify, layout)
 
-    def _pruned(self, requests: list[RequestStep], confidence: Tensor) -> list[int]:
-        """Return how many drafts of each request are worth verifying, by the server's settings or its own."""
-        lengths: list[int] = verify_lengths(confidence, self._prune).tolist()
+    def _pruned(self, requests: list[RequestStep], confidence: Tensor) -> tuple[list[int], list[bool]]:
+        """Return how many drafts of each request are worth verifying, by the server's settings or its own, and
+        whether it has any."""
+        both = torch.stack([verify_lengths(confidence, self._prune), (confidence[:, 0] > 0).to(torch.int64)])
+        lengths, has_drafts = both.tolist()
         for i, request in enumerate(requests):
             config = request.options.prune_config(self._prune)
             if config is not self._prune:
                 lengths[i] = int(verify_lengths(confidence[i : i + 1], config))
-        return lengths
+        return lengths, [bool(has) for has in has_drafts]
 
     def _may_be_ragged(self, batch: Any) -> bool:
         return self.device == "cpu" and not batch.has_grammar and not batch.return_logprob
@@ -264,7 +271,8 @@ class SpecWorker(BaseSpecWorker):
             positions=positions,
             draft_token_num=width,
             capture_hidden_mode=CaptureHiddenMode.NULL,
-            verify_lens_cpu=layout.clean.counts.tolist(),
+            verify_lens_cpu=list(layout.clean.carried),
+            layout=layout,
         )
         longest = int(batch.seq_lens_cpu.max()) + width
         if layout.groups.width:
@@ -275,7 +283,10 @@ class SpecWorker(BaseSpecWorker):
                 # GPU planners want key lengths that already count the rows in flight; the host restores the batch.
                 batch.seq_lens_cpu = batch.seq_lens_cpu + width
                 batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
-            forward_batch, _ = verify_input.prepare_for_verify(batch, self.target_worker)
+            # An eager GPU pass plans its attention itself; planning here would do it twice.
+            forward_batch, _ = verify_input.prepare_for_verify(
+                batch, self.target_worker, defer_metadata_init=self.device != "cpu"
+            )
         with self.profile.section("target"):
             output = self.target_worker.forward_batch_generation(
                 batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
@@ -300,8 +311,9 @@ class SpecWorker(BaseSpecWorker):
         joined: list[int] = []
         alone: list[int] = []
         idle: list[int] = []
-        groups = step.layout.groups.counts.tolist()
-        for i, (request, count) in enumerate(zip(step.requests, accepted.lengths.tolist(), strict=True)):
+        groups = step.layout.groups.carried
+        counts = accepted.lengths.tolist()
+        for i, (request, count) in enumerate(zip(step.requests, counts, strict=True)):
             if request.mode is not Mode.PLAIN and step.has_drafts[i]:
                 self.pace.committed(batch.reqs[i].rid, count + 1)
             if request.mode is Mode.PLAIN or request.room <= count:
@@ -320,19 +332,24 @@ class SpecWorker(BaseSpecWorker):
             with self.profile.section("draft"):
                 block = self._drafter.propose_joined(context, verify_input.mask.hidden[index])
             self._state.store(context.slots, block)
-        self._draft_alone(batch, accepted.bonus, lengths, alone)
+        assert step.layout.host_committed is not None
+        known = [n + count + 1 for n, count in zip(step.layout.host_committed, counts, strict=True)]
+        self._draft_alone(batch, accepted.bonus, lengths, alone, known)
 
-    def _draft_alone(self, batch: Any, bonus: Tensor, lengths: Tensor, rows_list: list[int]) -> None:
+    def _draft_alone(
+        self, batch: Any, bonus: Tensor, lengths: Tensor, rows_list: list[int], host_lengths: list[int]
+    ) -> None:
+        """Draft for the requests ``rows_list`` of the batch; ``host_lengths`` are ``lengths`` of the whole batch."""
         if not rows_list:
             return
-        context = self._context(batch, bonus, lengths)
+        context = self._context(batch, bonus, lengths, host_lengths)
         if len(rows_list) < len(batch.reqs):
             context = context.select(torch.tensor(rows_list, device=self.device), rows_list)
         with self.profile.section("draft"):
             block = self._drafter.propose(context)
         self._state.store(context.slots, block)
 
-    def _context(self, batch: Any, bonus: Tensor, lengths: Tensor) -> Context:
+    def _context(self, batch: Any, bonus: Tensor, lengths: Tensor, host_lengths: list[int] | None = None) -> Context:
         sampled = self.plan.options.acceptance == "rejection" and not batch.sampling_info.is_all_greedy
         return Context(
             slots=batch.req_pool_indices,
@@ -342,6 +359,7 @@ class SpecWorker(BaseSpecWorker):
             # The lengths may count the rows in flight already; the slot table has no columns beyond the context.
             longest=min(int(batch.seq_lens_cpu.max()) + self._block, batch.req_to_token_pool.req_to_token.shape[1]),
             sampling=sampling_params(batch.sampling_info) if sampled else None,
+            host_lengths=host_lengths,
         )
 
     def _attach_records(self, output: Any, step: DecodeStep, accepted: Accepted, started: float) -> None:
@@ -353,7 +371,7 @@ class SpecWorker(BaseSpecWorker):
             wanted=wanted,
             modes=[request.mode.value for request in step.requests],
             verify_lengths=step.verify,
-            groups=step.layout.groups.counts.tolist(),
+            groups=list(step.layout.groups.carried),
             step_ms=_milliseconds_since(started),
             drafts=step.drafted.tokens.clone(),
             confidence=step.drafted.confidence.clone(),

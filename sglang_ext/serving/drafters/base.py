@@ -42,6 +42,7 @@ class Context:
         bonus: the committed token that is not yet in the cache.
         reqs: the host's request objects, in the same order.
         sampling: how each request samples; ``None`` when drafts are argmaxes.
+        host_lengths: ``lengths`` as the host knows them, for kernels that are planned on the host.
     """
 
     slots: Tensor
@@ -50,6 +51,7 @@ class Context:
     reqs: list[Any]
     longest: int
     sampling: SamplingParams | None = None
+    host_lengths: list[int] | None = None
 
     def select(self, rows: Tensor, rows_list: list[int]) -> Context:
         """Return the context of a subset of the requests."""
@@ -60,6 +62,7 @@ class Context:
             reqs=[self.reqs[i] for i in rows_list],
             longest=self.longest,
             sampling=None if self.sampling is None else self.sampling.rows(rows),
+            host_lengths=None if self.host_lengths is None else [self.host_lengths[i] for i in rows_list],
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +13,11 @@ from sglang_ext.models.tapped import checkpoint as tapped
 from sglang_ext.serving.drafters.base import Drafter
 from sglang_ext.serving.plan import DRAFTER_FLAG, SpecPlan, check_tapped_target, check_taps
 from sglang_ext.serving.profile import StepProfile
+
+if TYPE_CHECKING:
+    from sglang_ext.models.tapped.config import TappedConfig
+    from sglang_ext.serving.attention.mask_rows import MaskAttention
+    from sglang_ext.serving.drafter_pool import DrafterPool
 
 SUPPORTED_TARGETS = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 
@@ -42,7 +47,6 @@ def build_drafter(plan: SpecPlan, model_runner: Any, profile: StepProfile) -> Dr
 
 def _build_flexdraft(plan: SpecPlan, model_runner: Any, profile: StepProfile) -> Drafter:
     from sglang_ext.serving.attention.inline import SdpaMaskRows
-    from sglang_ext.serving.attention.mask_rows import MaskAttention, MaskRowAttention
     from sglang_ext.serving.drafters.flexdraft import FlexDraftDrafter
     from sglang_ext.serving.drafters.flexdraft_weights import FlexDraftWeights
 
@@ -55,8 +59,19 @@ def _build_flexdraft(plan: SpecPlan, model_runner: Any, profile: StepProfile) ->
     if model_runner.device == "cpu":
         attention = SdpaMaskRows(model_runner)
     else:
-        attention = MaskRowAttention(
-            model_runner, loaded.config.num_attention_heads // loaded.config.num_key_value_heads
+        from sglang_ext.serving.attention.gpu import backend_name, check_layers, gpu_mask_attention
+
+        check_layers(model_runner.model.model.layers[loaded.config.split :])
+        attention = gpu_mask_attention(
+            model_runner,
+            backend=backend_name(model_runner),
+            form=plan.options.gpu_attention,
+            device=model_runner.device,
+            heads=loaded.config.num_attention_heads,
+            kv_heads=loaded.config.num_key_value_heads,
+            head_dim=loaded.config.head_dim,
+            dtype=model_runner.dtype,
+            kv_dtype=model_runner.kv_cache_dtype,
         )
     return FlexDraftDrafter(model_runner, weights, attention, plan.block_size, plan.options.draft_width, profile)
 
@@ -65,7 +80,6 @@ def _build_dflare(plan: SpecPlan, model_runner: Any, profile: StepProfile) -> Dr
     from sglang_ext.models.tapped.rope import rope_tables
     from sglang_ext.serving import drafter_pool
     from sglang_ext.serving.drafters.dflare import DFlareDrafter
-    from sglang_ext.serving.drafters.dflare_attention import block_attention
     from sglang_ext.serving.drafters.dflare_weights import DFlareWeights
     from sglang_ext.serving.taps import TapRecorder
 
@@ -94,9 +108,31 @@ def _build_dflare(plan: SpecPlan, model_runner: Any, profile: StepProfile) -> Dr
         weights,
         TapRecorder(model_runner.model, config.target_layer_ids, DRAFTER_FLAG),
         pool,
-        block_attention(model_runner, pool, config.num_attention_heads // config.num_key_value_heads),
+        _block_attention(plan, model_runner, pool, config),
         mask.detach().clone(),
         plan.block_size,
         plan.options.draft_width,
         profile,
     )
+
+
+def _block_attention(plan: SpecPlan, model_runner: Any, pool: DrafterPool, config: TappedConfig) -> MaskAttention:
+    """Attention of a drafter's blocks over its own pool."""
+    from sglang_ext.serving.attention.gpu import backend_name, gpu_mask_attention
+    from sglang_ext.serving.drafters.dflare_attention import block_attention
+
+    def on_gpu(source: Any) -> MaskAttention:
+        return gpu_mask_attention(
+            source,
+            backend=backend_name(model_runner),
+            form=plan.options.gpu_attention,
+            device=model_runner.device,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            dtype=model_runner.dtype,
+            kv_dtype=model_runner.dtype,
+        )
+
+    heads_per_group = config.num_attention_heads // config.num_key_value_heads
+    return block_attention(model_runner, pool, heads_per_group, on_gpu)

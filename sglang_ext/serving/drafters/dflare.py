@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -22,6 +23,15 @@ from sglang_ext.serving.drafters.dflare_weights import DFlareWeights
 from sglang_ext.serving.drafters.proposal import block_from_logits
 from sglang_ext.serving.profile import StepProfile
 from sglang_ext.serving.taps import TapRecorder, Taps
+
+PADDING_SLOT = 0
+"""The pool slot that the host never gives to a token."""
+
+
+def rejected_to_padding(taps: Taps, kept: Tensor) -> Taps:
+    """Send the rows that are not ``kept [N]`` to a slot that nobody reads: how many there are stays unknown, so that
+    nothing has to be read back from a GPU."""
+    return taps._replace(slots=torch.where(kept, taps.slots, PADDING_SLOT))
 
 
 class DFlareDrafter(Drafter):
@@ -90,7 +100,10 @@ class DFlareDrafter(Drafter):
         """Write the context of the tokens that were just committed: the old bonus token and the accepted drafts."""
         taps = self._taps.take()
         kept = layout.clean.column <= accepted[layout.clean.request]
-        self._remember(taps if bool(kept.all()) else taps.rows(kept.nonzero().view(-1)))
+        if kept.device.type == "cpu":
+            self._remember(taps if bool(kept.all()) else taps.rows(kept.nonzero().view(-1)))
+        else:
+            self._remember(rejected_to_padding(taps, kept))
 
     def _remember(self, taps: Taps) -> None:
         positions = taps.positions.clamp_max(self._last_position)
@@ -109,7 +122,7 @@ class DFlareDrafter(Drafter):
 
     def block_hidden(self, context: Context) -> Tensor:
         """Return the final hidden states ``[B, K, H]`` of each request's block, slot 0 being the bonus token's own."""
-        layout = BlockLayout.sequential(context.lengths, self._block)
+        layout = BlockLayout.sequential(context.lengths, self._block, context.host_lengths)
         meta = self._attention.prepare(context.slots, layout, context.longest)
         positions = layout.mask_position_flat.clamp_max(self._last_position)
         hidden = self._embedded(context.bonus)

@@ -6,6 +6,7 @@ A block is one mask group without clean rows beside it (:meth:`BlockLayout.seque
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,17 +53,24 @@ class SdpaBlockRows:
         return rows.flatten(out.reshape(rows.batch, rows.width, -1))
 
 
-def block_attention(model_runner: Any, pool: DrafterPool, heads_per_group: int) -> MaskAttention:
+def block_attention(
+    model_runner: Any,
+    pool: DrafterPool,
+    heads_per_group: int,
+    on_gpu: Callable[[Any], MaskAttention] | None = None,
+) -> MaskAttention:
     """Return the attention of blocks over ``pool`` on the runner's device.
 
     Args:
         model_runner: the host's target runner, whose slot table says where each token lives.
         pool: the drafter's keys and values.
         heads_per_group: query heads of the drafter that share one key/value head.
+        on_gpu: makes the attention of a GPU from an object with both pools; None gathers keys for torch's own.
     """
     if model_runner.device == "cpu":
         return SdpaBlockRows(model_runner, pool)
-    return MaskRowAttention(_PoolView(model_runner, pool), heads_per_group)
+    view = _PoolView(model_runner, pool)
+    return MaskRowAttention(view, heads_per_group) if on_gpu is None else on_gpu(view)
 
 
 class _PoolView(SimpleNamespace):

@@ -1,0 +1,84 @@
+"""Starting SGLang in this process tree, and what is asked of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from sglang_ext.serving.plan import resolve_plan
+
+COMMON: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "attention_backend": "flashinfer",
+    "dtype": "bfloat16",
+    "mem_fraction_static": 0.6,
+    "random_seed": 0,
+    "log_level": "warning",
+}
+EAGER: dict[str, Any] = {"cuda_graph_backend_decode": "disabled", "cuda_graph_backend_prefill": "disabled"}
+
+
+def plain_args(target: Path, *, graphs: bool, **more: Any) -> dict[str, Any]:
+    """Arguments of a server without speculation."""
+    return {"model_path": str(target), **COMMON, **({} if graphs else EAGER), **more}
+
+
+def drafting_args(target: Path, algorithm: str, drafter: Path, options: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Arguments of a server with one of our algorithms."""
+    return plain_args(
+        target,
+        graphs=False,
+        speculative_algorithm=algorithm,
+        speculative_draft_model_path=str(drafter),
+        speculative_adaptive_config=json.dumps(options),
+        **more,
+    )
+
+
+def check_args(args: dict[str, Any]) -> None:
+    """Make sure, without a device, that SGLang has every argument and that ours resolve to a plan."""
+    from sglang.srt.arg_groups.arg_utils import field_names
+    from sglang.srt.server_args import ServerArgs
+
+    unknown = sorted(set(args) - field_names(ServerArgs))
+    if unknown:
+        raise ValueError(f"SGLang has no arguments {unknown}")
+    if "speculative_algorithm" in args:
+        resolve_plan(
+            args["speculative_algorithm"],
+            model_path=args["model_path"],
+            drafter_path=args["speculative_draft_model_path"],
+            block_size=None,
+            options=args["speculative_adaptive_config"],
+        )
+
+
+class Engine:
+    """An SGLang engine for the time of a ``with`` block."""
+
+    def __init__(self, args: dict[str, Any]) -> None:
+        self._args = args
+
+    def __enter__(self) -> Engine:
+        import sglang
+
+        started = time.perf_counter()
+        self._engine = sglang.Engine(**self._args)
+        self.start_seconds = round(time.perf_counter() - started, 1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.shutdown()
+
+    def generate(
+        self, prompts: list[list[int]], tokens: int, mode: str | None = None, *, logprobs: bool = False
+    ) -> list[dict[str, Any]]:
+        """Decode ``tokens`` greedy tokens after each prompt, in one batch."""
+        params: dict[str, Any] = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        if mode is not None:
+            params["custom_params"] = {"speculative": {"mode": mode}}
+        more = {"return_logprob": True, "top_logprobs_num": 2} if logprobs else {}
+        found: list[dict[str, Any]] = self._engine.generate(input_ids=prompts, sampling_params=params, **more)
+        return found

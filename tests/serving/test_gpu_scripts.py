@@ -1,0 +1,197 @@
+"""The GPU check runs end to end without a GPU, notices what is wrong, and packs into an archive that runs elsewhere."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import random
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytest.importorskip("sglang")
+
+import torch
+
+from sglang_ext.core.block import mask_rows_mask
+from sglang_ext.serving.attention import flashinfer_twin
+from sglang_ext.serving.attention.flashinfer_calls import HeadShape, PagedCall
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "gpu"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch):
+    """Import a script the way its siblings do."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    names = {file.stem for file in SCRIPTS.glob("*.py")}
+
+    def load(name: str) -> ModuleType:
+        return importlib.import_module(name)
+
+    yield load
+    for name in names & set(sys.modules):
+        del sys.modules[name]
+
+
+def dry(arguments: list[str], script: Path = SCRIPTS / "check.py", **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(script), "--dry-run", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+
+
+def test_the_dry_run_goes_from_end_to_end(tmp_path: Path) -> None:
+    run = dry(["--out", str(tmp_path)])
+    assert run.returncode == 0, run.stdout + run.stderr
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert [(result["part"], result["ended"]) for result in results] == [
+        (part, "ok") for part in ("environment", "kernels", "graphs", "engine", "steps")
+    ]
+    rows = {result["part"]: result["rows"] for result in results}
+    checked = {row["check"].split(" 64 ")[0].split(" 128 ")[0] for row in rows["kernels"]}
+    forms = {f"{what} {form}" for what in ("parallel", "block") for form in ("merged", "masked", "groups")}
+    assert checked == forms | {"tree merged", "tree masked", "verify chain", "verify tree"}
+    assert all(row["ok"] for row in rows["kernels"])
+    assert {row["form"] for row in rows["graphs"]} == {"merged", "masked", "groups"}
+    assert {row["server"] for row in rows["engine"] if "flexdraft" in row["server"]}
+    assert rows["steps"][-1]["by_accept_length"]["4"] == 2.0
+    for part in rows:
+        assert f"{part:<12} ok" in run.stdout
+
+
+@pytest.mark.parametrize("broken", ["merge", "bits", "slots"])
+def test_wrong_kernels_fail_the_check(script, broken, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if broken == "merge":
+        monkeypatch.setattr(flashinfer_twin.TwinLibrary, "merge_state", lambda self, a, s, b, t: ((a + b) / 2, s))
+    elif broken == "bits":
+        monkeypatch.setattr("sglang_ext.serving.attention.flashinfer_calls._Call._after_plan", lambda self, mask: None)
+    else:
+        plan = PagedCall.plan
+        monkeypatch.setattr(PagedCall, "plan", lambda self, q, k, s, m=None: plan(self, q, k, s.flip(0), m))
+    setting = script("setting").Setting(True, tmp_path)
+    rows = script("setting").Rows(setting, "kernels")
+    script("part_kernels").run(setting, rows)
+    assert not rows.ok
+    assert len((tmp_path / "kernels.jsonl").read_text().splitlines()) == len(rows.rows)
+
+
+def test_a_part_without_a_gpu_or_without_time_is_reported(script, tmp_path: Path) -> None:
+    check = script("check")
+    crashed = check.supervise("graphs", 120, tmp_path, dry=False)
+    cut = check.supervise("kernels", 0.05, tmp_path, dry=True)
+    assert crashed["ended"] == "crashed"
+    assert cut["ended"].startswith("cut after")
+    text = check.table(
+        [crashed, cut, {"part": "steps", "ended": "failed", "seconds": 1, "rows": [{"ok": False, "x": 7}]}]
+    )
+    assert "crashed" in text
+    assert '{"ok": false, "x": 7}' in text
+
+
+def test_an_unknown_argument_of_sglang_is_noticed(script, tmp_path: Path) -> None:
+    engines = script("engines")
+    with pytest.raises(ValueError, match=r"no arguments \['atention_backend'\]"):
+        engines.check_args({"model_path": "x", "atention_backend": "flashinfer"})
+
+
+def test_a_gap_is_measured_at_the_first_difference(script) -> None:
+    gap = script("part_engine")._gap
+    plain = {
+        "output_ids": [4, 5, 6],
+        "meta_info": {"output_top_logprobs": [[], [[-0.5, 5, None], [-0.75, 9, None]], []]},
+    }
+    assert gap(plain, {"output_ids": [4, 5, 6]}) == 0
+    assert gap(plain, {"output_ids": [4, 9, 1]}) == 0.25
+    assert gap(plain, {"output_ids": [4, 8, 6]}) == float("inf")
+
+
+def test_speedups(script) -> None:
+    assert script("part_steps").speedup(3.0, 6.0, 4) == 2.0
+
+
+def test_a_bundle_runs_where_nothing_is_installed_from_here(
+    script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The project's own part of the archive: unpacked elsewhere it is what runs, and the host finds the plugin."""
+    make_bundle = script("make_bundle")
+    monkeypatch.setitem(make_bundle.SETS, "kernels", ["json"])
+    archive = tmp_path / "bundle.tar.xz"
+    assert make_bundle.main(["--out", str(archive), "--preset", "0"]) == 0
+    with tarfile.open(archive) as packed:
+        packed.extractall(tmp_path, filter="data")
+    top = tmp_path / "bundle"
+    assert not list(top.rglob("*.safetensors"))
+    out = tmp_path / "results"
+    run = dry(
+        ["--out", str(out), "--only", "environment", "kernels"], top / "scripts/gpu/check.py", PYTHONPATH=str(top)
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    where = "import sglang_ext; from importlib.metadata import entry_points; " \
+            "print(sglang_ext.__file__, *entry_points(group='sglang.srt.plugins', name='sglang_ext'))"  # fmt: skip
+    seen = subprocess.run(
+        [sys.executable, "-c", where],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(top)},
+        cwd=tmp_path,
+    )
+    assert str(top) in seen.stdout
+    assert "sglang_ext.plugin:register" in seen.stdout
+
+
+def test_the_archive_has_what_flashinfer_needs_and_names_what_it_lacks(script, tmp_path: Path) -> None:
+    pytest.importorskip("flashinfer")
+    make_bundle = script("make_bundle")
+    bundle = make_bundle.collect("kernels", [], None, tmp_path)
+    names = set(bundle.files)
+    assert {"flashinfer/prefill.py", "flashinfer/cascade.py", "flashinfer/data/csrc/batch_prefill.cu",
+            "flashinfer/data/include/flashinfer/attention/prefill.cuh", "sglang_ext/core/masks.py",
+            "scripts/gpu/check.py"} <= names  # fmt: skip
+    assert not [name for name in names if "__pycache__" in name or name.startswith(("torch/", "flashinfer/moe_ep/"))]
+    assert any("tvm-ffi" in line for line in bundle.missing), "its extension module depends on the Python version"
+    prebuilt = tmp_path / "modules" / "cached_ops" / "some_uri"
+    prebuilt.mkdir(parents=True)
+    (prebuilt / "some_uri.so").write_bytes(b"x")
+    make_bundle.add_prebuilt(bundle, tmp_path / "modules")
+    assert "flashinfer/data/aot/some_uri/some_uri.so" in bundle.files
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_two_intervals_say_what_the_mask_says(script, seed: int) -> None:
+    picked = random.Random(seed)
+    committed = [picked.randint(1, 40) for _ in range(3)]
+    widths = [picked.randint(0, 5) for _ in committed]
+    groups = [picked.randint(0, max(width, 1)) for width in widths]
+    groups[0] = max(groups[0], 1)
+    shape = HeadShape(4, 2, 64, 0.125, torch.float32, torch.float32)
+    case = script("cases").Case(shape, committed, widths, groups, 3, "cpu", seed=seed)
+    table = script("row_intervals").interval_table(case)
+    keys = max(case.lengths)
+    seen = mask_rows_mask(case.layout, keys)
+    row = 0
+    for i, (length, own) in enumerate(zip(case.lengths, case.layout.mask.carried)):
+        for query in range(own):
+            first, count, second, more = table[row].tolist()
+            key = torch.arange(length + own)
+            found = ((key >= first) & (key < first + count)) | ((key >= second) & (key < second + more))
+            assert torch.equal(found, torch.cat([seen[i, query, :length], seen[i, query, keys : keys + own]]))
+            assert found[: committed[i]].all(), "keys that the kernel may take without looking"
+            row += 1
+    assert row == table.shape[0]
+
+
+def test_a_toolkit_is_found_where_it_is_named(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch()
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert script("compile_kernels").find_cuda() == tmp_path
+
+
+def test_hosts_have_what_their_packages_require(script) -> None:
+    have = script("make_bundle").host_distributions()
+    assert {"torch", "transformers", "numpy", "safetensors"} <= have
+    assert "sglang" not in have

@@ -51,7 +51,7 @@ class SpecOptions:
     plain_min_batch: int | None = None
     pruning: str = "cumulative_product"
     prune_threshold: float = 0.01
-    acceptance: str = "target_only"
+    acceptance: str = "rejection"
     draft_top_m: int = 64
     profile: bool = False
     gpu_attention: str = "merged"

@@ -57,7 +57,7 @@ class PruneConfig:
             raise Refusal(
                 f"pruning threshold {self.threshold}",
                 "a threshold is a probability from 0 to 1",
-                "set the pruning threshold to a value such as 0.01",
+                "set the pruning threshold to a value such as 0.1",
             )
         if self.min_drafts < 0:
             raise Refusal(f"min_drafts={self.min_drafts}", "0 drafts or more are verified", "raise min_drafts to 0")

@@ -23,7 +23,7 @@ def run(setting: Setting, rows: Rows) -> None:
     """Check all forms."""
     longest = 60 if setting.dry else 3000
     picked = random.Random(0)
-    shapes = [(64, torch.bfloat16, None), (128, torch.bfloat16, None), (128, torch.float16, None),
+    shapes = [(128, torch.bfloat16, None), (64, torch.bfloat16, None), (128, torch.float16, None),
               (128, torch.bfloat16, torch.float8_e4m3fn)]  # fmt: skip
     kernels = Kernels(setting.library(), setting.device, 1024 if setting.dry else 256 << 20)
     for head_dim, dtype, kv_dtype in shapes:

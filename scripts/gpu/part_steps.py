@@ -54,7 +54,7 @@ def _servers(target: Path, flexdraft: Path, tapped: dict[str, Path]) -> dict[str
     """Name of each server -> arguments and (name, mode) of the runs on it."""
     dummy: dict[str, Any] = {"load_format": "dummy", "context_length": 4096}
     full: dict[str, Any] = {"pruning": "none", "adaptive": False}
-    # Nothing passes this threshold: no draft is verified, one group joins.
+    # Nothing passes this threshold: the one draft that is always verified makes two groups.
     pruned: dict[str, Any] = {"pruning": "cumulative_product", "prune_threshold": 0.999999, "adaptive": False}
     servers: dict[str, Any] = {
         "plain graphs": (plain_args(target, graphs=True, **dummy), [("plain graphs", None)]),

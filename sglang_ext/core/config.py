@@ -37,8 +37,8 @@ class SpecOptions:
         parallel_max_batch: largest decode batch for which ``auto`` may draft in parallel.
         plain_min_batch: batch size from which ``auto`` never drafts; ``null`` sets no limit.
         pruning: selective verification strategy (FlexDraft section 4).
-        prune_threshold: its threshold, a probability in (0, 1). The paper's 0.01 verifies more drafts for accepts hardly
-            longer: free where passes are bound by memory, dear on a CPU and in large batches.
+        prune_threshold: its threshold, a probability in (0, 1). The paper's 0.01 verifies more drafts for hardly longer
+            accepts: free where passes are bound by memory, dear on a CPU and in large batches.
         acceptance: rule for sampled requests (FlexDraft section 5); greedy requests always match exactly.
         draft_top_m: width of the truncated draft distribution stored per slot under ``rejection``.
         profile: time the parts of every step; ``/server_info`` shows the sums (``sglang-ext bench steps`` reads them).

@@ -57,6 +57,7 @@ def check_gpu_args(args: Any) -> None:
             "leave the flag out, or give it the value disabled",
         )
     for flag, on in (
+        ("--enable-deterministic-inference", args.enable_deterministic_inference),
         ("--enable-torch-compile", args.enable_torch_compile),
         ("--enable-unified-memory", args.enable_unified_memory),
         ("--enable-hisparse", args.enable_hisparse),
@@ -67,11 +68,22 @@ def check_gpu_args(args: Any) -> None:
 
 def _asked_graphs(args: Any) -> list[tuple[str, str]]:
     """Graph backends the user asked for by name."""
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase
+
     given = {
         "--cuda-graph-backend-decode": args.cuda_graph_backend_decode,
         "--cuda-graph-backend-prefill": args.cuda_graph_backend_prefill,
     }
-    return [(flag, value) for flag, value in given.items() if value not in (None, "disabled")]
+    asked = [(flag, value) for flag, value in given.items() if value not in (None, "disabled")]
+    # What --cuda-graph-config or an environment of the host fixed is only in the resolved record.
+    resolved = {phase: getattr(args.cuda_graph_config, phase).backend for phase in Phase.ALL}
+    fixed = [phase for phase in Phase.ALL if (phase, "backend") in args._cuda_graph_config_locked]
+    asked += [
+        (f"--cuda-graph-config, {phase} backend", str(resolved[phase]))
+        for phase in fixed
+        if resolved[phase] != Backend.DISABLED and given[f"--cuda-graph-backend-{phase}"] is None
+    ]
+    return asked
 
 
 def apply_gpu_defaults(args: Any) -> None:

@@ -158,6 +158,8 @@ SYMBOLS: tuple[Symbol, ...] = (
            ("layer", "loc_info", "cache_k", "cache_v"), "the CPU attention backend"),
     Symbol("srt.mem_cache.memory_pool:MHATokenToKVPool.get_key_buffer", ("layer_id",), "the CPU attention backend"),
     Symbol("srt.mem_cache.memory_pool:MHATokenToKVPool._init_kv_copy_and_warmup", (), "the CPU KV pool"),
+    Symbol("srt.mem_cache.allocation_sizing:get_req_to_token_extra_context_len", (), "the length of slot rows"),
+    Symbol("srt.mem_cache.allocation_sizing:get_alloc_reserve_per_decode", (), "the length of slot rows"),
     Symbol("srt.mem_cache.allocation:assign_req_to_token_pool_func",
            ("req_pool_indices", "req_to_token", "start_offset", "end_offset", "out_cache_loc", "batch_size"),
            "allocating KV slots for drafts on a CPU"),

@@ -27,7 +27,7 @@ from sglang_ext.core.block import BlockLayout
 from sglang_ext.core.pace import Pace
 from sglang_ext.core.prune import verify_lengths
 from sglang_ext.core.schedule import Mode
-from sglang_ext.serving import server_info
+from sglang_ext.serving import server_info, slot_rows
 from sglang_ext.serving.acceptance_watch import AcceptanceWatch
 from sglang_ext.serving.algorithm import plan_from_args
 from sglang_ext.serving.draft_state import DraftState
@@ -84,6 +84,7 @@ class SpecWorker(BaseSpecWorker):
         self.pace = Pace(self.plan.options.mode_policy(), self._drafter.can_join, self.plan.options.adaptive)
         self._watch = AcceptanceWatch(self.plan)
         server_info.install()
+        slot_rows.install()
         self._generator = torch.Generator(device=self.device).manual_seed(args.random_seed)
         logger.info(
             "Speculative plan: %s; drafter weights %.1f MB, drafter KV %d bytes per token",
@@ -184,7 +185,7 @@ class SpecWorker(BaseSpecWorker):
         self.profile.label([request.mode.value for request in step.requests])
         self.pace.started(started * 1000.0, [request.mode for request in step.requests])
         verify_input, output = self._verify(batch, step, grammar_barrier)
-        verify = torch.tensor(step.verify, device=self.device)
+        verify = torch.tensor(step.verify).to(self.device, non_blocking=True)
         with self.profile.section("sampling"):
             accepted = accept_step(
                 output.next_token_logits,

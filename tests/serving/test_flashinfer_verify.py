@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -202,3 +203,17 @@ def test_the_hosts_backends_are_adopted_where_they_can_be(monkeypatch):
         patch.setattr(Stock, "num_wrappers", 2)
         assert type(ATTENTION_BACKENDS["flashinfer"](harness.runner)) is Stock
     assert adopt(stock(harness.runner), kernels).forward_extend is not None
+
+
+def test_the_hosts_own_class_can_be_adopted() -> None:
+    """Its class is laid out as an abstract one, and its helpers hold on to the instance they were made by."""
+    from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
+
+    backend: Any = object.__new__(FlashInferAttnBackend)
+    backend.indices_updater_prefill = SimpleNamespace(
+        num_qo_heads=6, num_kv_heads=2, head_dim=64, q_data_type=torch.bfloat16, data_type=torch.bfloat16
+    )
+    verifying = adopt(backend, Kernels(TwinLibrary(), "cpu", 64))
+    assert isinstance(verifying, ChainVerify) and isinstance(verifying, FlashInferAttnBackend)
+    verifying.forward_metadata = "planned"
+    assert backend.forward_metadata == "planned"

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("sglang")
 
 import torch
-from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, default_cuda_graph_config
+from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, default_cuda_graph_config, with_phase
 
 from sglang_ext.core.config import SpecOptions
 from sglang_ext.core.refusal import Refusal
@@ -33,6 +33,9 @@ GPU: dict[str, Any] = {
     "kv_cache_dtype": "auto",
     "cuda_graph_backend_decode": None,
     "cuda_graph_backend_prefill": None,
+    "cuda_graph_config": default_cuda_graph_config(),
+    "_cuda_graph_config_locked": set(),
+    "enable_deterministic_inference": False,
     "enable_torch_compile": False,
     "enable_unified_memory": False,
     "enable_hisparse": False,
@@ -73,6 +76,14 @@ def test_what_is_served_is_accepted(change: dict[str, Any]) -> None:
         ({"attention_backend": "triton", "kv_cache_dtype": "fp8_e4m3"}, ("--kv-cache-dtype fp8_e4m3", "triton")),
         ({"cuda_graph_backend_decode": "full"}, ("--cuda-graph-backend-decode full", "without CUDA graphs")),
         ({"cuda_graph_backend_prefill": "breakable"}, ("--cuda-graph-backend-prefill breakable",)),
+        (
+            {
+                "cuda_graph_config": with_phase(default_cuda_graph_config(), Phase.DECODE, backend=Backend.FULL),
+                "_cuda_graph_config_locked": {(Phase.DECODE, "backend")},
+            },
+            ("--cuda-graph-config, decode backend full", "without CUDA graphs"),
+        ),
+        ({"enable_deterministic_inference": True}, ("--enable-deterministic-inference", "on a GPU")),
         ({"enable_torch_compile": True}, ("--enable-torch-compile",)),
         ({"enable_unified_memory": True}, ("--enable-unified-memory",)),
         ({"enable_hisparse": True}, ("--enable-hisparse",)),
@@ -90,7 +101,7 @@ def test_graphs_are_off_in_the_resolved_record_and_the_log_says_so(caplog: pytes
     """The host reads ``cuda_graph_config`` from here on; the older switch would come too late."""
     asked = default_cuda_graph_config()
     assert asked.decode.backend != Backend.DISABLED
-    args = SimpleNamespace(**GPU, cuda_graph_config=asked, disable_overlap_schedule=False)
+    args = SimpleNamespace(**GPU | {"cuda_graph_config": asked}, disable_overlap_schedule=False)
     with caplog.at_level(logging.WARNING):
         apply_gpu_defaults(args)
     assert args.disable_overlap_schedule
@@ -106,12 +117,12 @@ def test_the_algorithm_checks_a_gpu_and_leaves_a_cpu_alone(monkeypatch: pytest.M
     spec = object.__new__(algorithm.PluginAlgorithm)
     object.__setattr__(spec, "name", "FLEXDRAFT")
     common = {"max_running_requests": None, "cuda_graph_config": default_cuda_graph_config()}
-    on_gpu = SimpleNamespace(**GPU, **common)
+    on_gpu = SimpleNamespace(**GPU | common)
     spec.handle_server_args(on_gpu)
     assert on_gpu.cuda_graph_config.decode.backend == Backend.DISABLED
     with pytest.raises(Refusal, match="fa3"):
-        spec.handle_server_args(SimpleNamespace(**GPU | {"attention_backend": "fa3"}, **common))
-    on_cpu = SimpleNamespace(**GPU | {"device": "cpu", "attention_backend": "torch_native"}, **common)
+        spec.handle_server_args(SimpleNamespace(**GPU | common | {"attention_backend": "fa3"}))
+    on_cpu = SimpleNamespace(**GPU | common | {"device": "cpu", "attention_backend": "torch_native"})
     spec.handle_server_args(on_cpu)
     assert on_cpu.disable_overlap_schedule
     assert on_cpu.cuda_graph_config is common["cuda_graph_config"]

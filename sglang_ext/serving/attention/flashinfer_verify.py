@@ -115,7 +115,7 @@ def can_adopt(backend: Any) -> bool:
 
 
 def adopt(backend: Any, kernels: Kernels) -> Any:
-    """Turn a host backend into one that verifies through :class:`ChainVerify`, and return it."""
+    """Return a backend that verifies through :class:`ChainVerify` and is the host's in all else, sharing its state."""
     updater = backend.indices_updater_prefill
     shape = HeadShape(
         updater.num_qo_heads,
@@ -128,6 +128,8 @@ def adopt(backend: Any, kernels: Kernels) -> Any:
     shape.check()
     kernels.warm_up(shape)
     stock = type(backend)
-    backend.__class__ = type(f"Verifying{stock.__name__}", (ChainVerify, stock), {})
-    backend.use_calls(kernels, shape)
-    return backend
+    verifying: Any = object.__new__(type(f"Verifying{stock.__name__}", (ChainVerify, stock), {}))
+    # The host's helpers keep a reference to the backend they were made by: both are one state.
+    verifying.__dict__ = backend.__dict__
+    verifying.use_calls(kernels, shape)
+    return verifying

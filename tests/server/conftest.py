@@ -39,7 +39,14 @@ LONG_LAWS = (
     "test_hundredth_request_and_concurrency",
 )
 """Laws that take minutes each and are marked slow whatever drafts."""
-MORE_SERVERS = ("test_seeds", "test_small_families", "test_dflare", "test_gpt_oss", "test_unusual_flags")
+MORE_SERVERS = (
+    "test_seeds",
+    "test_small_families",
+    "test_long_blocks",
+    "test_dflare",
+    "test_gpt_oss",
+    "test_unusual_flags",
+)
 """Modules that start servers of their own, several GB each, the last one beside shared ones; marked slow, run first."""
 
 

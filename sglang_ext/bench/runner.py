@@ -20,6 +20,8 @@ PLAIN = "plain server"
 REFERENCES = (PLAIN, OVERRIDE)
 """Arms that decode plainly; every other arm speculates and is named after its method."""
 WARM_UP_TOKENS = 16
+WAITED = 0.25
+"""Share of a request's time after its first token that may be waiting for the others' prompts."""
 PLAIN_PARAMS = {"speculative": {"mode": "plain"}}
 
 
@@ -69,15 +71,17 @@ class Measurement:
     def decode_tok_s(self) -> float | None:
         """Decoding speed of the whole batch in tokens a second, all prompts read; None if nothing was decoded.
 
-        It is the requests' own mean speed (tokens after the first over time after the batch's last first token) times
-        their number, so a request that ends early does not make the batch look slower. Reading the prompts is left out
-        for every request alike: a server may deliver first tokens one by one or, a step behind, all together.
+        It is the requests' own mean speed from the batch's last first token on, times the number of those that still
+        decode then, so a request that ends early does not make the batch look slower. Reading the prompts is left out
+        for every request alike: a server may deliver first tokens one by one or, a step behind, all together. Prompts
+        are read before anything is decoded, so all tokens count where a request waited for less than a quarter of its
+        time; otherwise they count by the share of its time that is counted.
         """
         began = max(completion.first_s for completion in self.completions)
         decoded = [completion for completion in self.completions if completion.last_s > began]
         seconds = sum(completion.last_s - began for completion in decoded)
-        tokens = sum(completion.tokens - 1 for completion in decoded)
-        return len(self.completions) * tokens / seconds if tokens > 0 and seconds > 0 else None
+        tokens = sum(_tokens_since(began, completion) for completion in decoded)
+        return len(decoded) * tokens / seconds if tokens > 0 and seconds > 0 else None
 
     @property
     def total_tok_s(self) -> float:
@@ -109,6 +113,12 @@ class Measurement:
                 for prompt, completion in zip(self.block.prompts, self.completions, strict=True)
             ],
         }
+
+
+def _tokens_since(began: float, completion: Completion) -> float:
+    """Tokens of a request after its first that fall in the time after ``began``; its stream does not tell them."""
+    counted = (completion.last_s - began) / (completion.last_s - completion.first_s)
+    return (completion.tokens - 1) * (1.0 if counted > 1.0 - WAITED else counted)
 
 
 class Switch:

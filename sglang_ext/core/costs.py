@@ -26,6 +26,8 @@ _WINDOW = 15
 _GLOBAL_DECAY = 0.98
 #: Measured steps after which a time no longer tells how fast the machine is now.
 FRESH_STEPS = 32
+#: A pause after which the same holds.
+FRESH_MS = 10_000.0
 #: Steps that a median must rest on before modes are compared by it.
 ENOUGH_STEPS = 3
 #: Comparisons a mode's cost is the median of.
@@ -42,20 +44,24 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._clock = 0
+        self._now = 0.0
         #: Latest steps: (number of the measured step, ms).
         self._recent: dict[tuple[Mode, int], deque[tuple[int, float]]] = {}
-        #: Times a mode came back after its earlier times had gone stale.
+        #: Number of the measured step at which a mode came back after its earlier times had gone stale.
         self._visits: dict[tuple[Mode, int], int] = {}
         #: Latest comparisons: (the visits compared, cost in plain steps).
         self._compared: dict[tuple[Mode, int], deque[tuple[tuple[Mode, int, int], float]]] = {}
 
-    def add(self, mode: Mode, batch_size: int, ms: float) -> None:
-        """Record one step."""
+    def add(self, mode: Mode, batch_size: int, ms: float, now_ms: float = 0.0) -> None:
+        """Record one step that ended at ``now_ms`` of any clock."""
         size = bucket(batch_size)
         self._clock += 1
+        if now_ms - self._now > FRESH_MS:
+            self._clock += FRESH_STEPS  # what was timed before the pause is stale
+        self._now = now_ms
         times = self._recent.setdefault((mode, size), deque(maxlen=_WINDOW))
         if not times or not self._is_fresh(times[-1]):
-            self._visits[mode, size] = self._visits.get((mode, size), 0) + 1
+            self._visits[mode, size] = self._clock
         while times and not self._is_fresh(times[0]):
             times.popleft()
         times.append((self._clock, ms))
@@ -123,8 +129,9 @@ class StepCosts:
         elif Mode.PLAIN in others:
             self._note(mode, Mode.PLAIN, size, 1.0)
         else:
+            # Only the newcomer is judged by the other: what it was judged by must not come back as news.
             for other in others:
-                if self.known(other, size):
+                if self.known(other, size) and self._visits[mode, size] > self._visits[other, size]:
                     self._note(mode, other, size, self._cost(other, size))
 
     def _note(self, mode: Mode, beside: Mode, size: int, cost: float) -> None:

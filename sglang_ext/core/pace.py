@@ -5,8 +5,8 @@ A speculative step takes longer than a plain one and commits more tokens; it pay
     tokens per step > speculative step time / plain step time.
 
 Both sides depend on the machine, the batch and the text, so both are measured (FlexDraft section 4 fixes a batch size
-instead). Every mode gives the same text, so trying one costs time only, and how often it is tried follows from that
-time.
+instead). Every mode gives the same text, so trying one costs time only, and as a rule how often it is tried follows
+from that time.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ FIRST_TRIAL_AFTER = 8
 TRIAL_SHARE, NEWCOMER_SHARE = 0.005, 0.01
 #: What leaving a mode and coming back costs beside the steps in between, in plain steps: drafts made and not verified.
 SWITCH_COST = 1.0
-#: Bounds of the steps between two timings of a mode not in use.
-SHORTEST_RETRY, LONGEST_RETRY = 64, 2048
+#: Most steps between two timings of a mode not in use.
+LONGEST_RETRY = 2048
 #: Steps between two timings of the slower speculative mode.
 OTHER_RETRY = 256
 #: A switch back to speculation must promise this much, so that noise does not flip the mode.
 MARGIN = 1.03
+#: Plain steps that may be lost to drafting for requests of which too little is known, at first and as a share of all.
+HOPE_START, HOPE_SHARE = 20.0, 0.02
 
 
 class Pace:
@@ -53,20 +55,31 @@ class Pace:
         self._open: tuple[Mode | None, int, float] | None = None
         self._mode: Mode | None = None
         self._switched = False
+        #: When the worker ended the open step, if it has.
+        self._ended: float | None = None
         self._trial_left = 0
+        #: Trials in a batch bucket that brought no comparison, one after the other.
+        self._vain: dict[tuple[Mode, int], int] = {}
+        #: Steps decided, and plain steps lost to hope.
+        self._steps, self._hoped = 0, 0.0
         #: Steps of a batch bucket since a mode was last used in it.
         self._idle: dict[tuple[Mode, int], int] = {}
 
     def choose(self, requests: Sequence[Hashable], batch_size: int) -> Mode:
         """Return the mode of the next step for ``requests``, those of the batch that force none themselves."""
         static = self._static(batch_size)
-        if not self._adaptive or static is Mode.PLAIN:
+        if not self._adaptive:
+            return static
+        if static is Mode.PLAIN:
+            self._switched, self._mode, self._trial_left = self._mode is not static, static, 0
             return static
         mode = self._mode
         arms = self._arms(batch_size)
+        self._steps += 1
         if self._trial_left and mode in arms:
             self._trial_left -= 1
         else:
+            self._trial_left = 0
             mode = self._choose(requests, batch_size, static)
         assert mode is not None
         self._switched = mode is not self._mode
@@ -85,12 +98,21 @@ class Pace:
     def started(self, now_ms: float, modes: Sequence[Mode]) -> None:
         """Note the start of a step, the modes of its requests; it ends the step before, which is then measured."""
         if self._open is not None and self._open[0] is not None:
-            self.costs.add(self._open[0], self._open[1], now_ms - self._open[2])
-        measurable = len(set(modes)) == 1 and not self._switched
-        self._open = (modes[0] if measurable else None, len(modes), now_ms)
+            self.costs.add(self._open[0], self._open[1], now_ms - self._open[2], now_ms)
+        # A few requests decoded plainly beside drafted ones hardly change a pass: it counts as one that drafts.
+        drafted = [mode for mode in modes if mode is not Mode.PLAIN]
+        alike = not drafted or (len(set(drafted)) == 1 and 2 * len(drafted) >= len(modes))
+        self._open = ((drafted or modes)[0] if alike and not self._switched else None, len(modes), now_ms)
+        self._ended = None
+
+    def ended(self, now_ms: float) -> None:
+        """Note the end of the step on the worker's side; it counts where the next step does not follow at once."""
+        self._ended = now_ms
 
     def interrupted(self) -> None:
-        """Forget the open step: a prefill came in between."""
+        """End the open step where the worker left it: a prefill comes in between."""
+        if self._open is not None and self._open[0] is not None and self._ended is not None:
+            self.costs.add(self._open[0], self._open[1], self._ended - self._open[2], self._ended)
         self._open = None
 
     def committed(self, request: Hashable, tokens: int) -> None:
@@ -117,23 +139,62 @@ class Pace:
         """Return a mode to be timed, or the fastest one."""
         drafting = [arm for arm in self._arms(size) if arm is not Mode.PLAIN]
         cost = {arm: self.costs.relative(arm, size) for arm in drafting}
-        known = {arm: plain_steps for arm, plain_steps in cost.items() if plain_steps is not None}
+        known: dict[Mode, float] = {arm: plain_steps for arm, plain_steps in cost.items() if plain_steps is not None}
         if not known:
             # Plain decoding goes first: timing it loses nothing, and speculation is then judged after a few steps.
-            return self._try(static if self.costs.fresh(Mode.PLAIN, size) else Mode.PLAIN)
+            timed = self.costs.fresh(Mode.PLAIN, size)
+            return self._try(static if timed and self._due_untimed(static, size) else Mode.PLAIN)
         best = min(known, key=lambda arm: known[arm])
-        gain = self.accepts.expected(requests) / known[best]
-        if gain < (MARGIN if self._mode is Mode.PLAIN else 1.0):
-            due = self._mode is Mode.PLAIN and self._waited(best, size, self._retry_after(requests, known[best]))
-            untried = [arm for arm in drafting if not self.costs.known(arm, size)]
-            return self._try((untried or [best])[0]) if due else Mode.PLAIN
-        wait = _steps_between((SWITCH_COST + TRIAL_STEPS * (gain - 1.0)) / gain, TRIAL_SHARE)
-        if self._waited(Mode.PLAIN, size, wait if self.costs.known(best, size) else FIRST_TRIAL_AFTER):
+        gain = self._gain(requests, size, known[best])
+        if gain < self._least_gain():
+            return self._plain_or_trial(requests, size, known)
+        return self._best_or_trial(size, known, best, gain)
+
+    def _gain(self, requests: Sequence[Hashable], size: int, cost: float) -> float:
+        """Return how many times faster than plain decoding the batch would be drafted for; hopeful within a budget."""
+        share = len(requests) / size  # the others are decoded plainly whatever is chosen
+        likely = (1.0 + (self.accepts.likely(requests) - 1.0) * share) / cost
+        hope = (1.0 + (self.accepts.expected(requests) - 1.0) * share) / cost
+        if likely >= 1.0 or hope < self._least_gain():
+            return hope
+        if self._hoped > HOPE_START + HOPE_SHARE * self._steps:
+            return likely
+        self._hoped += cost * (1.0 - likely) + (SWITCH_COST if self._mode is Mode.PLAIN else 0.0)
+        return hope
+
+    def _least_gain(self) -> float:
+        return MARGIN if self._mode is Mode.PLAIN else 1.0
+
+    def _plain_or_trial(self, requests: Sequence[Hashable], size: int, known: dict[Mode, float]) -> Mode:
+        """Decode plainly, or try the mode that was not tried for longest: what was once too dear may have changed."""
+        idle = {arm: self._idle.get((arm, bucket(size)), 0) for arm in known}
+        untried = [arm for arm in known if not self.costs.known(arm, size)]
+        arm = untried[0] if untried else max(idle, key=lambda arm: idle[arm])
+        due = min(idle.values()) >= self._retry_after(requests, known[arm])
+        return self._try(arm) if due and self._mode is Mode.PLAIN else Mode.PLAIN
+
+    def _best_or_trial(self, size: int, known: dict[Mode, float], best: Mode, gain: float) -> Mode:
+        """Draft in the best mode, or time another one beside it."""
+        trial = (SWITCH_COST + TRIAL_STEPS * (gain - 1.0)) / gain
+        if self._is_due(Mode.PLAIN, size, _steps_between(trial, TRIAL_SHARE), compared=self.costs.known(best, size)):
             return self._try(Mode.PLAIN)
-        for arm in drafting:
-            if self._waited(arm, size, OTHER_RETRY if self.costs.known(arm, size) else FIRST_TRIAL_AFTER):
+        for arm, cost in known.items():
+            wait = max(OTHER_RETRY, round(TRIAL_STEPS * (cost / known[best] - 1.0) / TRIAL_SHARE))
+            if arm is not best and self._is_due(arm, size, wait, compared=self.costs.known(arm, size)):
                 return self._try(arm)
         return best
+
+    def _is_due(self, arm: Mode, size: int, wait: int, *, compared: bool) -> bool:
+        return self._waited(arm, size, wait) if compared else self._due_untimed(arm, size)
+
+    def _due_untimed(self, arm: Mode, size: int) -> bool:
+        """Whether a mode never compared in this bucket is tried: ever more rarely while its trials cannot be timed."""
+        key = arm, bucket(size)
+        vain = self._vain.get(key, 0)
+        if not self._waited(arm, size, min(FIRST_TRIAL_AFTER << vain, LONGEST_RETRY)):
+            return False
+        self._vain[key] = min(vain + 1, 16)
+        return True
 
     def _retry_after(self, requests: Sequence[Hashable], cost: float) -> int:
         """Return after how many plain steps speculation is tried again: sooner on requests not drafted for yet."""
@@ -150,4 +211,4 @@ class Pace:
 
 def _steps_between(cost: float, share: float) -> int:
     """Return the steps between trials of ``cost`` plain steps each that together take ``share`` of the time."""
-    return round(min(max(cost / share, SHORTEST_RETRY), LONGEST_RETRY))
+    return round(min(cost / share, LONGEST_RETRY))

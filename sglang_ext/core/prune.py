@@ -31,7 +31,8 @@ class PruneConfig:
 
     Attributes:
         strategy: a :class:`PruneStrategy` or its name.
-        threshold: in ``[0, 1]``; compared with the running product of confidences or with each confidence.
+        threshold: in ``[0, 1]``, the paper's 0.01 unless given; compared with the running product of confidences or
+            with each confidence.
         min_drafts: verify at least this many drafts; 0 lets an unsure request take a plain step.
         max_drafts: verify at most this many; None for all K - 1.
 

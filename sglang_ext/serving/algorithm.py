@@ -131,7 +131,7 @@ def _unsupported(args: Any) -> list[tuple[str, bool, str]]:
          "use --speculative-num-draft-tokens"),
         ("--speculative-eagle-topk", args.speculative_eagle_topk not in (None, 1), drop),
         ("--speculative-use-rejection-sampling", bool(args.speculative_use_rejection_sampling),
-         f"""use {OPTIONS_FLAG} '{{"acceptance": "rejection"}}'"""),
+         "leave the flag out: sampled requests accept by rejection sampling anyway"),
         ("--speculative-accept-threshold-single", args.speculative_accept_threshold_single != 1.0,
          "leave the flag out: thresholds below 1 change the output"),
         ("--speculative-accept-threshold-acc", args.speculative_accept_threshold_acc != 1.0,

@@ -206,6 +206,7 @@ class SpecWorker(BaseSpecWorker):
         self._draft_next(batch, step, verify_input, accepted, lengths)
         output.hidden_states = None
         self._attach_records(output, step, accepted, started)
+        self.pace.ended(time.perf_counter() * 1000.0)
         return GenerationBatchResult(
             logits_output=output,
             next_token_ids=accepted.tokens.reshape(-1),
@@ -351,7 +352,10 @@ class SpecWorker(BaseSpecWorker):
         self._state.store(context.slots, block)
 
     def _context(self, batch: Any, bonus: Tensor, lengths: Tensor, host_lengths: list[int] | None = None) -> Context:
-        sampled = self.plan.options.acceptance == "rejection" and not batch.sampling_info.is_all_greedy
+        info = batch.sampling_info
+        # Seeded requests accept by exact match, which the likeliest drafts survive best.
+        drawn = not info.is_all_greedy and info.sampling_seed is None
+        sampled = drawn and self.plan.options.acceptance == "rejection"
         return Context(
             slots=batch.req_pool_indices,
             lengths=lengths.to(torch.int64),

@@ -66,7 +66,18 @@ def test_the_others_prompts_are_not_decoding_time() -> None:
 def test_a_request_that_ends_before_the_last_prompt_is_read_does_not_count() -> None:
     both = measurement(PLAIN, [2.0, 2.0], [range(11), range(3)])
     done = dataclasses.replace(both.completions[1], first_s=10.2, last_s=10.6)
-    assert Measurement(both.block, (both.completions[0], done)).decode_tok_s == pytest.approx(10.0)
+    assert Measurement(both.block, (both.completions[0], done)).decode_tok_s == pytest.approx(5.0)
+
+
+def test_a_batch_that_is_no_batch_is_not_counted_as_one() -> None:
+    """Queued one behind the other, ten tokens a second each: ten in all, not twenty."""
+    both = measurement(PLAIN, [2.0, 4.0], [range(21), range(21)])
+    first, second = both.completions
+    later = dataclasses.replace(second, first_s=13.0, last_s=15.0)
+    assert Measurement(both.block, (first, later)).decode_tok_s == pytest.approx(10.0)
+    overlapping = dataclasses.replace(second, first_s=12.0, last_s=14.0)
+    half = Measurement(both.block, (first, overlapping)).decode_tok_s
+    assert half == pytest.approx(20.0)
 
 
 def test_one_token_says_nothing_about_decoding() -> None:

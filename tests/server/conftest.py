@@ -35,7 +35,7 @@ QUICK_SPECULATORS = ("oracle", "parallel")
 """Ways of drafting that every run covers; with the others a law is marked slow."""
 LONG_LAWS = (
     "test_temperature_one_samples_as_plain_does",
-    "test_rejection_sampling_samples_as_plain_does",
+    "test_target_only_sampling_samples_as_plain_does",
     "test_hundredth_request_and_concurrency",
 )
 """Laws that take minutes each and are marked slow whatever drafts."""

@@ -1,7 +1,7 @@
 """Memory and scheduling where life is hard: a tiny pool, pages, small prefill chunks, forced retraction.
 
 ``small`` has a pool of 512 tokens and drafts by script; ``paged`` has pages of 16 tokens, drafts by FlexDraft and
-accepts by rejection sampling.
+accepts drafts by the target's probability alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sglang_ext.testing.server import Request, Server, Starter
 from sglang_ext.testing.speculators import ALWAYS_DRAFT, MODES, Answers
 
 WARNING = "drafts were accepted"
-REJECTION = '{"acceptance": "rejection"}'
+TARGET_ONLY = '{"acceptance": "target_only"}'
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def unusual(starter: Starter, drafter: Path) -> Iterator[dict[str, Server]]:
     paged = starter.launch(
         *("--speculative-algorithm", "flexdraft", "--speculative-draft-model-path", str(drafter)),
         *("--page-size", "16", "--chunked-prefill-size", "64", "--max-total-tokens", "4096"),
-        *("--speculative-adaptive-config", REJECTION),
+        *("--speculative-adaptive-config", TARGET_ONLY),
     )
     with starter.running(small=small, paged=paged) as servers:
         yield servers
@@ -112,19 +112,19 @@ def test_prompt_longer_than_a_chunk(unusual: dict[str, Server], plain: Server, r
 
 @pytest.mark.parametrize("narrow", ({"top_k": 1}, {"top_p": 1e-4}), ids=("top_k", "top_p"))
 @pytest.mark.parametrize("mode", MODES)
-def test_narrow_rejection_sampling_is_greedy(
+def test_narrow_target_only_sampling_is_greedy(
     paged: Server, plain: Server, reference: Answers, mode: str, narrow: dict[str, float]
 ) -> None:
-    """Law S5 under rejection sampling: one token left to choose from equals greedy."""
+    """Law S5 under target-only acceptance: one token left to choose from equals greedy."""
     greedy = requests(8)
     asked = [
         Request(r.prompt, {**r.sampling, "temperature": 1.0, **narrow}).speculative({"mode": mode}) for r in greedy
     ]
-    assert_same(plain, greedy, reference(greedy), paged.generate_all(asked), f"rejection {mode} {narrow}")
+    assert_same(plain, greedy, reference(greedy), paged.generate_all(asked), f"target only {mode} {narrow}")
 
 
-def test_rejection_sampling_samples_as_plain_does(paged: Server, plain: Server) -> None:
-    """Law S4 under rejection sampling: the first tokens at temperature 1 are distributed as plain's."""
+def test_target_only_sampling_samples_as_plain_does(paged: Server, plain: Server) -> None:
+    """Law S4 under target-only acceptance: the first tokens at temperature 1 are distributed as plain's."""
     sampled = Request(PROMPTS[15], {"max_new_tokens": 5, "temperature": 1.0, "ignore_eos": True})
     assert_same_law(plain, paged, sampled, sampled.speculative({"mode": "sequential"}))
 

@@ -23,6 +23,10 @@ class Machine:
         #: Period in which the machine becomes a third slower and as fast as before again; 0: never.
         self.drift_s = drift_s
         self.random = random.Random(seed)
+        #: Whether a prompt is read before every step.
+        self.crowded = False
+        #: Requests of every batch that are decoded plainly whatever is chosen.
+        self.plain_requests = 0
         self.now = 0.0
         self.used: Counter[Mode] = Counter()
         self.drafted: set[str] = set()
@@ -34,10 +38,13 @@ class Machine:
         names = [f"{name}/{i}" for i in range(batch)]
         self.drafted = set(names) if self.pace.drafts_after_prefill() else set()
         while done < tokens:
-            mode = self.pace.choose(names, batch)
-            self.pace.started(self.now, [mode] * batch)
+            mode = self.pace.choose(names, batch + self.plain_requests)
+            self.pace.started(self.now, [mode] * batch + [PLAIN] * self.plain_requests)
             self.used[mode] += 1
             self.now += self.costs[mode] * self.random.uniform(0.9, 1.1) * self.slowness()
+            self.pace.ended(self.now)
+            if self.crowded:
+                self.pace.interrupted()
             gained = 0
             for request in names:
                 if mode is PLAIN or request not in self.drafted:
@@ -89,6 +96,47 @@ def test_a_machine_whose_speed_drifts_is_judged_as_one_that_is_steady(accept_len
         plain.serve(f"r{i}", 100, accept_length)
     best = min(1.0, costs[SEQUENTIAL] / accept_length / costs[PLAIN])
     assert machine.now <= 1.06 * best * plain.now
+
+
+@pytest.mark.parametrize("plain_requests", [0, 1])
+@pytest.mark.parametrize("crowded", [False, True])
+def test_a_busy_server_learns_too(crowded: bool, plain_requests: int) -> None:
+    """A prompt before every step, or a request that must be decoded plainly in every batch, hides no mode for ever."""
+    for accept_length, most in ((1.0, 1.05), (2.6, 0.8)):
+        costs = {PLAIN: 50.0, SEQUENTIAL: 75.0, PARALLEL: 76.0}
+        machine, plain = Machine(pace(), costs), Machine(forced(PLAIN), costs)
+        for each in (machine, plain):
+            each.crowded, each.plain_requests = crowded, plain_requests
+            for i in range(30):
+                each.serve(f"r{i}", 100, accept_length, batch=3)
+        assert machine.now <= most * plain.now, (accept_length, machine.used)
+
+
+@pytest.mark.parametrize("accept_length", [1.2, 1.4, 1.5])
+def test_short_answers_are_not_slowed_by_hope(accept_length: float) -> None:
+    costs = {PLAIN: 50.0, SEQUENTIAL: 81.0, PARALLEL: 85.0}
+    machine, plain = Machine(pace(), costs), Machine(forced(PLAIN), costs)
+    for i in range(400):
+        machine.serve(f"r{i}", 8, accept_length)
+        plain.serve(f"r{i}", 8, accept_length)
+    assert machine.now <= 1.04 * plain.now
+
+
+def test_a_mode_that_became_dear_is_noticed_although_another_one_is_tried_beside_it() -> None:
+    costs = {PLAIN: 50.0, SEQUENTIAL: 60.0, PARALLEL: 62.0}
+    machine = Machine(pace(), costs)
+    machine.serve("before", 2000, 2.2)
+    machine.costs = {PLAIN: 50.0, SEQUENTIAL: 130.0, PARALLEL: 132.0}
+    machine.serve("change", 4000, 2.2)
+    machine.used.clear()
+    machine.serve("after", 1000, 2.2)
+    assert machine.used[PLAIN] > 0.95 * sum(machine.used.values())
+
+
+def test_nothing_is_drafted_where_the_user_forbids_it() -> None:
+    never = pace(plain_min_batch=1)
+    assert never.choose(["a"], 1) is PLAIN
+    assert not never.drafts_after_prefill()
 
 
 def test_a_larger_batch_is_judged_by_the_smaller_ones_until_it_is_timed() -> None:
@@ -145,15 +193,25 @@ def test_limits_and_names_of_the_user_hold() -> None:
     assert alone.choose(["a"], 1) is SEQUENTIAL
 
 
-def test_steps_around_a_prefill_or_a_switch_or_of_mixed_modes_are_not_measured() -> None:
+def test_what_cannot_be_told_from_a_step_is_not_measured() -> None:
     chooser = Pace(ModePolicy(mode="auto"), can_join=True, adaptive=True)
     chooser.started(0.0, [SEQUENTIAL])
-    chooser.interrupted()
+    chooser.interrupted()  # nobody knows when it ended
     chooser.started(500.0, [SEQUENTIAL])
     assert chooser.costs.to_dict() == []
-    chooser.started(600.0, [SEQUENTIAL, PLAIN])
-    chooser.started(650.0, [PLAIN])
+    chooser.started(600.0, [SEQUENTIAL, PARALLEL])
+    chooser.started(650.0, [SEQUENTIAL, PLAIN, PLAIN])
+    chooser.started(700.0, [PLAIN])
     assert chooser.costs.to_dict() == [{"mode": "sequential", "batch": 1, "ms": 100.0, "steps": 1, "plain_steps": None}]
+
+
+def test_a_step_before_a_prefill_ends_where_the_worker_left_it() -> None:
+    chooser = Pace(ModePolicy(mode="auto"), can_join=True, adaptive=True)
+    chooser.started(0.0, [SEQUENTIAL, SEQUENTIAL, PLAIN])
+    chooser.ended(80.0)
+    chooser.interrupted()
+    chooser.started(5000.0, [PLAIN])
+    assert chooser.costs.to_dict() == [{"mode": "sequential", "batch": 4, "ms": 80.0, "steps": 1, "plain_steps": None}]
 
 
 def test_batches_share_a_bucket_up_to_the_next_power_of_two() -> None:

@@ -1,7 +1,7 @@
 """What steps cost and what they bring, measured while serving: the numbers behind mode ``auto`` (FlexDraft section 4).
 
-Times are milliseconds between the starts of two consecutive decode steps with no prefill between them, so they hold
-everything a step costs, the host's own part included.
+Times are milliseconds between the starts of two consecutive decode steps, so they hold everything a step costs, the
+host's own part included; a step before a prefill ends where the worker left it, without that part.
 
 A machine's speed drifts: other work, heat, a clock that changes. Modes are therefore compared only by times taken
 close together, and what is remembered is their ratio, which outlives the drift.

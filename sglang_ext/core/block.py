@@ -127,6 +127,7 @@ class BlockLayout:
         parent: ``[B, W]`` int64, clean row each clean row follows, -1 for the first; None for a chain.
         host_committed: ``committed`` as the host knows it, None where only the device does. Kernels that are planned
             on the host need it.
+        behind: ``[B]`` int64, clean row that group 0 hangs from (:meth:`after`); None where group k hangs from row k.
     """
 
     block_size: int
@@ -137,6 +138,7 @@ class BlockLayout:
     first_anchor: Tensor
     parent: Tensor | None = None
     host_committed: tuple[int, ...] | None = None
+    behind: Tensor | None = None
 
     @classmethod
     def ragged(
@@ -257,6 +259,29 @@ class BlockLayout:
     ) -> BlockLayout:
         first_anchor = torch.where(clean.counts > 0, committed, committed - 1)
         return cls(block_size, committed, clean, groups, mask, first_anchor, parent, host_committed)
+
+    def after(self, accepted: Tensor) -> BlockLayout:
+        """Lay out the drafting pass that follows this one: one group per request, behind its last accepted clean row.
+
+        The clean rows are keys of that pass and no queries; a group sees rows ``0 .. accepted``. It is the sequential
+        pass over ``committed + accepted + 1`` tokens, said in lengths that the host knew before anything was accepted.
+
+        Args:
+            accepted: ``[B]`` int64 accepted drafts, at most the real clean rows less one.
+
+        Raises:
+            ValueError: the clean rows form a tree.
+        """
+        if self.parent is not None:
+            raise ValueError("a token tree has no last accepted row by count; lay out a chain")
+        one = torch.ones_like(self.committed)
+        return replace(
+            self,
+            groups=RowMap.padded(one, 1),
+            mask=RowMap.padded(one * self.block_size, self.block_size),
+            first_anchor=self.committed + accepted,
+            behind=accepted,
+        )
 
     def without_cache(self) -> BlockLayout:
         """Return the same rows over an empty cache: what is left of the pass once the committed tokens are attended

@@ -66,16 +66,20 @@ class PluginAlgorithm(CustomSpecAlgo):
 
     def handle_server_args(self, server_args: Any) -> None:
         """Set the fields that follow from the drafter; refuse what the drafter cannot do."""
+        from sglang.srt.arg_groups.model_override_base import attention_backends_of
+
+        from sglang_ext.serving.device import CPU, ways_of
+
         plan = plan_from_args(self.name, server_args)
         server_args.speculative_num_draft_tokens = plan.block_size
         server_args.speculative_num_steps = 1
         server_args.speculative_eagle_topk = 1
         if server_args.max_running_requests is None:
             server_args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
-        if server_args.device == "cpu":
-            # One process runs both the scheduler and the forward pass on a CPU: overlap only delays stops by one step.
+        _, backend = attention_backends_of(server_args)
+        if not ways_of(server_args.device, backend).overlaps:
             server_args.disable_overlap_schedule = True
-        else:
+        if server_args.device != CPU:
             check_gpu_args(server_args)
             apply_gpu_defaults(server_args)
         # Arguments are resolved in the process that serves HTTP; the other processes never import its front end.

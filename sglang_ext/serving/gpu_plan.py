@@ -90,7 +90,7 @@ def apply_gpu_defaults(args: Any) -> None:
     """Switch off what the worker cannot run under yet, and say so.
 
     Graphs: mask rows and taps are part of no captured graph, and the legacy switch for graphs has been read by the time
-    an algorithm may set anything. Overlap: a step reads what the one before it accepted.
+    an algorithm may set anything.
     """
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
@@ -98,10 +98,9 @@ def apply_gpu_defaults(args: Any) -> None:
     for phase in Phase.ALL:
         config = with_phase(config, phase, backend=Backend.DISABLED)
     args.cuda_graph_config = config
-    args.disable_overlap_schedule = True
     # The host tunes kernels with a dummy verification, which it cannot make up for an algorithm of a plugin.
     args.disable_flashinfer_autotune = True
     logger.warning(
-        "--speculative-algorithm %s on a GPU: CUDA graphs and overlapped scheduling are off in this release",
+        "--speculative-algorithm %s on a GPU: CUDA graphs are off in this release",
         args.speculative_algorithm.lower(),
     )

@@ -20,14 +20,14 @@ from sglang_ext.core.records import StepRecord
 class DeviceRecords:
     """One step's telemetry on the worker's side; tensors are ``[B]`` or ``[B, K-1]`` and owned by this object.
 
-    ``wanted[i]`` says whether request i asked for records; ``modes``, ``verify_lengths`` and ``groups`` are host lists.
+    ``wanted[i]`` says whether request i asked for records; ``modes`` is known on the host. ``step_ms`` is milliseconds.
     """
 
     wanted: list[bool]
     modes: list[str]
-    verify_lengths: list[int]
-    groups: list[int]
     step_ms: float
+    verify_lengths: torch.Tensor
+    groups: torch.Tensor
     drafts: torch.Tensor
     confidence: torch.Tensor
     accepted: torch.Tensor
@@ -37,6 +37,8 @@ class DeviceRecords:
         """Start the device-to-host copies (host protocol ``DeviceAuxiliaryOutput``)."""
         return HostRecords(
             self,
+            copy_tensor(self.verify_lengths),
+            copy_tensor(self.groups),
             copy_tensor(self.drafts),
             copy_tensor(self.confidence),
             copy_tensor(self.accepted),
@@ -49,6 +51,8 @@ class HostRecords:
     """The same step after the copy; ``consume`` runs when its tokens have been committed."""
 
     step: DeviceRecords
+    verify_lengths: torch.Tensor
+    groups: torch.Tensor
     drafts: torch.Tensor
     confidence: torch.Tensor
     accepted: torch.Tensor
@@ -67,14 +71,14 @@ class HostRecords:
             elements.extend([None] * (len(commit.token_ids) - 1))
 
     def _record(self, index: int, batch_size: int) -> StepRecord:
-        verify_length = self.step.verify_lengths[index]
+        verify_length = int(self.verify_lengths[index])
         return StepRecord(
             mode=self.step.modes[index],
             verify_length=verify_length,
             draft_ids=tuple(self.drafts[index, :verify_length].tolist()),
             accepted=int(self.accepted[index]),
             bonus=int(self.bonus[index]),
-            groups=self.step.groups[index],
+            groups=int(self.groups[index]),
             confidence=tuple(round(value, 4) for value in self.confidence[index, :verify_length].tolist()),
             step_ms=round(self.step.step_ms, 3),
             batch_size=batch_size,

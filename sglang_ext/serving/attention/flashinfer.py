@@ -227,7 +227,7 @@ class MergedMaskRows(_FlashInferRows):
         A layout whose real counts are on the device is packed as if all rows it carries were real: rows of a real
         group see the same either way, and nobody reads the others.
         """
-        if layout.parent is not None:
+        if layout.parent is not None or layout.behind is not None:
             return _asked_mask(layout.without_cache())
         counts = (layout.clean.carried, layout.groups.carried)
         key = (*counts, layout.block_size, layout.committed.device)

@@ -43,6 +43,7 @@ class Context:
         reqs: the host's request objects, in the same order.
         sampling: how each request samples; ``None`` when drafts are argmaxes.
         host_lengths: ``lengths`` as the host knows them, for kernels that are planned on the host.
+        layout: rows of the drafting pass where the host does not know ``lengths`` yet (:meth:`BlockLayout.after`).
     """
 
     slots: Tensor
@@ -52,9 +53,22 @@ class Context:
     longest: int
     sampling: SamplingParams | None = None
     host_lengths: list[int] | None = None
+    layout: BlockLayout | None = None
+
+    def block_layout(self, block_size: int) -> BlockLayout:
+        """Return the rows of a pass that drafts one block per request."""
+        if self.layout is not None:
+            return self.layout
+        return BlockLayout.sequential(self.lengths, block_size, self.host_lengths)
 
     def select(self, rows: Tensor, rows_list: list[int]) -> Context:
-        """Return the context of a subset of the requests."""
+        """Return the context of a subset of the requests.
+
+        Raises:
+            ValueError: the context has a layout of its own, which is of the whole batch.
+        """
+        if self.layout is not None:
+            raise ValueError("the rows of this pass are laid out for the whole batch; draft for all of it")
         return Context(
             slots=self.slots[rows],
             lengths=self.lengths[rows],

@@ -122,7 +122,7 @@ class DFlareDrafter(Drafter):
 
     def block_hidden(self, context: Context) -> Tensor:
         """Return the final hidden states ``[B, K, H]`` of each request's block, slot 0 being the bonus token's own."""
-        layout = BlockLayout.sequential(context.lengths, self._block, context.host_lengths)
+        layout = context.block_layout(self._block)
         meta = self._attention.prepare(context.slots, layout, context.longest)
         positions = layout.mask_position_flat.clamp_max(self._last_position)
         hidden = self._embedded(context.bonus)

@@ -37,7 +37,7 @@ class SdpaBlockRows:
     def prepare(self, slots: Tensor, layout: BlockLayout, keys: int) -> InlineMeta:
         """Plan the blocks of ``layout`` for requests in ``slots [B]``; ``keys`` is not needed here."""
         backend = self._runner.attn_backend
-        kv_lens = layout.committed.tolist()
+        kv_lens = (layout.committed + layout.clean.counts).tolist()
         allowed = mask_rows_mask(layout, max(kv_lens))
         pool_slots = backend.request_slots(slots, range(len(kv_lens)), kv_lens)
         gather = Gather(GATHER_INDEX, pool_slots, backend.workspace)

@@ -63,7 +63,7 @@ class FlexDraftDrafter(Drafter):
 
     def propose(self, context: Context) -> DraftBlock:
         """Run one group per request through the deep layers and draft from it."""
-        layout = BlockLayout.sequential(context.lengths, self._block, context.host_lengths)
+        layout = context.block_layout(self._block)
         hidden = self._walk.mask_pass(self.mask_rows(context.slots, layout, context.longest))
         return self.propose_joined(context, hidden.view(layout.batch, self._block, -1))
 

@@ -117,6 +117,29 @@ def pack(layout: BlockLayout, rows: Rows) -> PackedMask:
     return PackedMask(bits, byte_ptr, query_lens, key_lens)
 
 
+class MaskPacker:
+    """Packs masks of one size again and again, with nothing from the host in between (a captured graph may do it).
+
+    Args:
+        query_lens, key_lens: Q and S per request.
+        rows: which rows are the queries.
+        device: where layouts live.
+    """
+
+    def __init__(
+        self, query_lens: tuple[int, ...], key_lens: tuple[int, ...], rows: Rows, device: torch.device | str
+    ) -> None:
+        pointer = packed_bytes(query_lens, key_lens)
+        self._rows = rows
+        self._byte = torch.arange(pointer[-1], device=device)
+        self._byte_ptr = torch.tensor(pointer, dtype=torch.int32, device=device)
+        self._sizes = torch.tensor([query_lens, key_lens], dtype=torch.int64, device=device)
+
+    def bits(self, layout: BlockLayout) -> Tensor:
+        """Return the ``[T]`` uint8 bits that :func:`pack` gives for a layout of these lengths."""
+        return _pack_bytes(layout, self._rows, self._byte, self._byte_ptr, self._sizes)
+
+
 def _pack_bytes(layout: BlockLayout, rows: Rows, byte: Tensor, byte_ptr: Tensor, sizes: Tensor) -> Tensor:
     """Return the values ``[N]`` of the bytes with these numbers; ``sizes [2, B]`` are Q and S."""
     request = torch.searchsorted(byte_ptr[1:], byte, right=True)

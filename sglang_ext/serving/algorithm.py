@@ -16,7 +16,7 @@ from sglang_ext.core.refusal import Refusal
 from sglang_ext.models.flexdraft.checkpoint import load_config
 from sglang_ext.models.tapped.checkpoint import load_config as load_tapped_config
 from sglang_ext.serving import request_hooks, streamed_text
-from sglang_ext.serving.gpu_plan import apply_gpu_defaults, check_gpu_args
+from sglang_ext.serving.gpu_plan import apply_gpu_defaults, check_gpu_args, plan_graphs
 from sglang_ext.serving.plan import BLOCK_FLAG, SpecPlan, locate_drafter, resolve_plan
 
 ALGORITHMS = ("FLEXDRAFT", "DFLARE", "SCRIPTED")
@@ -77,11 +77,14 @@ class PluginAlgorithm(CustomSpecAlgo):
         if server_args.max_running_requests is None:
             server_args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
         _, backend = attention_backends_of(server_args)
-        if not ways_of(server_args.device, backend).overlaps:
+        ways = ways_of(server_args.device, backend)
+        if not ways.overlaps:
             server_args.disable_overlap_schedule = True
         if server_args.device != CPU:
             check_gpu_args(server_args)
             apply_gpu_defaults(server_args)
+        if server_args.device != CPU or ways.recorder is not None:
+            plan_graphs(server_args, captures=ways.recorder is not None)
         # Arguments are resolved in the process that serves HTTP; the other processes never import its front end.
         request_hooks.install(ALGORITHMS)
 

@@ -107,6 +107,11 @@ class Steps(ABC):
             lengths: ``[B]`` committed lengths after it.
         """
 
+    def commit(self, step: DecodeStep, verify_input: ChainVerifyInput, accepted: Accepted) -> None:
+        """Let the drafter look at the target pass that has just verified drafts."""
+        with self.parts.profile.section("context"):
+            self.parts.drafter.observe_commit(step.layout, accepted.lengths)
+
     def draft_after_prefill(self, batch: Any, bonus: Tensor, rows: list[int]) -> None:
         """Draft for the requests ``rows`` of a batch whose prompts were just read."""
         self.parts.state.forget(batch.req_pool_indices)

@@ -19,10 +19,14 @@ from torch import Tensor
 
 from sglang_ext.core.accept import Accepted
 from sglang_ext.core.block import BlockLayout
+from sglang_ext.core.pass_sizes import RowForecast, row_sizes, smallest_at_least
 from sglang_ext.core.prune import PruneConfig, verify_lengths
-from sglang_ext.core.row_forecast import RowForecast, row_sizes, smallest_at_least
 from sglang_ext.core.schedule import Mode
-from sglang_ext.serving.drafters.base import DraftBlock
+from sglang_ext.serving.attention.flashinfer import slots_of
+from sglang_ext.serving.drafters.base import Context, DraftBlock, LogitsDrafter
+from sglang_ext.serving.graphs.draft_graph import DraftOutput, surviving_group
+from sglang_ext.serving.graphs.store import GraphStore
+from sglang_ext.serving.pass_size import PassSize
 from sglang_ext.serving.requests import RequestStep, read_requests
 from sglang_ext.serving.steps import DecodeStep, StepParts, Steps
 from sglang_ext.serving.verify_input import ChainVerifyInput
@@ -40,6 +44,22 @@ class UniformSteps(Steps):
         self._drafted: set[int] = set()
         #: Committed length of each request when the last step started, and whether it verified drafts.
         self._before: dict[Hashable, tuple[int, bool]] = {}
+        self._graphs: GraphStore | None = None
+
+    def use_graphs(self, graphs: GraphStore) -> None:
+        """Replay captured passes where there is one of the right size."""
+        self._graphs = graphs
+
+    def commit(self, step: DecodeStep, verify_input: ChainVerifyInput, accepted: Accepted) -> None:
+        """See :meth:`Steps.commit`."""
+        graph = None
+        if self._graphs is not None and verify_input.captured is not None:
+            graph = self._graphs.commit(verify_input.captured)
+        if graph is None:
+            super().commit(step, verify_input, accepted)
+            return
+        with self.parts.profile.section("context"):
+            graph.replay(accepted.lengths)
 
     def plan(self, batch: Any) -> DecodeStep:
         """See :meth:`Steps.plan`."""
@@ -50,9 +70,7 @@ class UniformSteps(Steps):
         drafted = parts.state.load(batch.req_pool_indices)
         wanted = self._pruned(requests, drafted.confidence)
         most = [
-            min(request.room, parts.block_size - 1)
-            if request.mode is not Mode.PLAIN and slot in self._drafted
-            else 0
+            min(request.room, parts.block_size - 1) if request.mode is not Mode.PLAIN and slot in self._drafted else 0
             for request, slot in zip(requests, slots, strict=True)
         ]
         verify = torch.minimum(wanted, _to(most, parts.device))
@@ -145,15 +163,42 @@ class UniformSteps(Steps):
         self, batch: Any, step: DecodeStep, verify_input: ChainVerifyInput, accepted: Accepted, lengths: Tensor
     ) -> DraftBlock:
         parts = self.parts
+        if self._graphs is not None and verify_input.captured is not None:
+            replayed = self._replayed(self._graphs, verify_input.captured, batch, step, accepted)
+            if replayed is not None:
+                return self._finished(replayed, self.context(batch, accepted.bonus, lengths))
         if not step.layout.groups.width:
             layout = step.layout.after(accepted.lengths)
             return parts.drafter.propose(self.context(batch, accepted.bonus, lengths, layout=layout))
         assert verify_input.mask is not None and verify_input.mask.hidden is not None
         hidden = verify_input.mask.hidden.view(len(step.requests), step.layout.groups.width, parts.block_size, -1)
-        # A group hangs from every row that can be the last accepted one.
-        survivor = accepted.lengths.view(-1, 1, 1, 1).expand(-1, 1, parts.block_size, hidden.shape[-1])
         context = self.context(batch, accepted.bonus, lengths)
-        return parts.drafter.propose_joined(context, hidden.gather(1, survivor)[:, 0])
+        return parts.drafter.propose_joined(context, surviving_group(hidden, accepted.lengths))
+
+    def _replayed(
+        self, graphs: GraphStore, size: PassSize, batch: Any, step: DecodeStep, accepted: Accepted
+    ) -> DraftOutput | None:
+        """Replay the drafting pass behind a replayed target pass; None if none was captured."""
+        joined = graphs.joined(size)
+        if joined is not None:
+            return joined.replay(accepted.lengths, accepted.bonus)
+        alone = graphs.alone(size)
+        if alone is None:
+            return None
+        assert step.layout.host_committed is not None
+        known = step.layout.host_committed
+        table = batch.req_to_token_pool.req_to_token
+        alone.plan(known, slots_of(table, batch.req_pool_indices, None, known))
+        return alone.replay(accepted.lengths, accepted.bonus)
+
+    def _finished(self, output: DraftOutput, context: Context) -> DraftBlock:
+        """Return the drafts of the real requests of a replay."""
+        real = context.slots.shape[0]
+        if context.sampling is None:
+            return DraftBlock(output.greedy.tokens[:real], output.greedy.confidence[:real])
+        drafter = self.parts.drafter
+        assert isinstance(drafter, LogitsDrafter)
+        return drafter.block(output.logits[:real], context)
 
 
 class _Wanted:

@@ -9,6 +9,7 @@ from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from torch import Tensor
 
 from sglang_ext.core.block import BlockLayout
+from sglang_ext.serving.pass_size import PassSize
 
 
 @dataclass
@@ -32,9 +33,10 @@ class ChainVerifyInput(DFlashVerifyInput):
 
     ``verify_lens_cpu[i]`` is request i's row count; the inherited ``draft_token_num`` is the largest of them.
     ``mask`` is set when mask groups join the pass at the split layer (parallel mode); ``layout`` is what both come
-    from.
+    from. ``captured`` is the size of the captured pass that was replayed, None for an eager one.
     """
 
     verify_lens_cpu: list[int] = field(default_factory=list)
     layout: BlockLayout | None = None
     mask: MaskRows | None = None
+    captured: PassSize | None = None

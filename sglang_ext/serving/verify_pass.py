@@ -7,6 +7,7 @@ position.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,10 @@ from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_m
 from torch import Tensor
 
 from sglang_ext.core.block import BlockLayout
+from sglang_ext.serving.attention.flashinfer import slots_of
 from sglang_ext.serving.device import CPU
+from sglang_ext.serving.graphs.store import GraphStore
+from sglang_ext.serving.pass_size import PassSize
 from sglang_ext.serving.sampling import adjust_logits
 from sglang_ext.serving.steps import DecodeStep, StepParts
 from sglang_ext.serving.verify_input import ChainVerifyInput
@@ -33,6 +37,11 @@ class VerifyPass:
         self._parts = parts
         self._target_worker = target_worker
         self._vocabulary = parts.runner.model_config.vocab_size
+        self._graphs: GraphStore | None = None
+
+    def use_graphs(self, graphs: GraphStore) -> None:
+        """Replay captured passes where there is one of the right size."""
+        self._graphs = graphs
 
     def run(
         self, batch: Any, step: DecodeStep, grammar_barrier: Callable[[], None] | None
@@ -40,8 +49,11 @@ class VerifyPass:
         """Return the verify input and the host's output with ``next_token_logits [N, V]`` adjusted in place."""
         candidates = self._candidates(batch, step)
         tree = GrammarTree.from_linear_chain(candidates) if batch.has_grammar else None
-        verify_input = self._input(batch, step.layout, candidates)
-        output = self._forward(batch, verify_input)
+        size = None
+        if self._graphs is not None:
+            size = self._graphs.find(step.layout.batch, step.layout.clean.width, step.layout.groups.width)
+        verify_input = self._input(batch, step.layout, candidates, size)
+        output = self._forward(batch, verify_input) if size is None else self._replay(batch, verify_input, size)
         mask = None
         if tree is not None:
             mask = build_grammar_vocab_mask(
@@ -61,11 +73,11 @@ class VerifyPass:
         known = torch.where((drafts >= 0) & (drafts < self._vocabulary), drafts, 0)
         return torch.cat([batch.spec_info.bonus_tokens.view(-1, 1).to(torch.int64), known], dim=1)
 
-    def _input(self, batch: Any, layout: BlockLayout, candidates: Tensor) -> ChainVerifyInput:
-        """Lay out the pass and say in ``batch`` where its keys and values go."""
-        table = batch.req_to_token_pool.req_to_token
+    def _input(
+        self, batch: Any, layout: BlockLayout, candidates: Tensor, captured: PassSize | None
+    ) -> ChainVerifyInput:
+        """Lay out the pass."""
         positions = layout.clean_position
-        batch.out_cache_loc = table[batch.req_pool_indices[layout.clean.request], positions].to(torch.int64)
         verify_input = ChainVerifyInput(
             draft_token=layout.flatten(candidates),
             positions=positions,
@@ -73,14 +85,20 @@ class VerifyPass:
             capture_hidden_mode=CaptureHiddenMode.NULL,
             verify_lens_cpu=list(layout.clean.carried),
             layout=layout,
+            captured=captured,
         )
-        if layout.groups.width:
+        if layout.groups.width and captured is None:
             longest = int(batch.seq_lens_cpu.max()) + layout.clean.width
             verify_input.mask = self._parts.drafter.mask_rows(batch.req_pool_indices, layout, longest)
         return verify_input
 
     def _forward(self, batch: Any, verify_input: ChainVerifyInput) -> Any:
+        """Run the pass as the host runs one, and say in ``batch`` where its keys and values go."""
         on_cpu = self._parts.device == CPU
+        layout = verify_input.layout
+        assert layout is not None
+        table = batch.req_to_token_pool.req_to_token
+        batch.out_cache_loc = table[batch.req_pool_indices[layout.clean.request], verify_input.positions].long()
         with self._parts.profile.section("prepare"):
             if not on_cpu:
                 # GPU planners want key lengths that already count the rows in flight; the host restores the batch.
@@ -95,3 +113,18 @@ class VerifyPass:
                 batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
             )
         return result.logits_output
+
+    def _replay(self, batch: Any, verify_input: ChainVerifyInput, size: PassSize) -> Any:
+        """Replay the captured pass of ``size``; the batch may be smaller."""
+        layout = verify_input.layout
+        assert self._graphs is not None and layout is not None and layout.host_committed is not None
+        graph = self._graphs.target(size)
+        table, requests, known = batch.req_to_token_pool.req_to_token, batch.req_pool_indices, layout.host_committed
+        with self._parts.profile.section("prepare"):
+            seen = [length + size.width for length in known]
+            prefix = slots_of(table, requests, None, known) if size.groups else None
+            graph.plan(known, slots_of(table, requests, None, seen), prefix)
+        with self._parts.profile.section("target"):
+            output = graph.replay(requests, layout.committed, verify_input.draft_token)
+        real = layout.batch * size.width
+        return replace(output.result, next_token_logits=output.result.next_token_logits[:real])

@@ -28,6 +28,8 @@ from sglang_ext.serving.attention.gpu import backend_name
 from sglang_ext.serving.device import ways_of
 from sglang_ext.serving.draft_state import DraftState
 from sglang_ext.serving.drafters.build import build_drafter
+from sglang_ext.serving.gpu_plan import graph_batches
+from sglang_ext.serving.graphs.store import capture_passes
 from sglang_ext.serving.profile import StepProfile
 from sglang_ext.serving.ragged_steps import RaggedSteps
 from sglang_ext.serving.requests import drafts_after_prefill, request_options
@@ -51,12 +53,13 @@ class SpecWorker(BaseSpecWorker):
         self.device = target_worker.model_runner.device
         self._runner = target_worker.model_runner
         self._ways = ways_of(self.device, backend_name(self._runner))
+        self._graph_batches = graph_batches(args)
         self._overlapped = not args.disable_overlap_schedule
         self._block = self.plan.block_size
         self._rule = self.plan.options.accept_rule()
         self.profile = StepProfile(self.plan.options.profile, self.device)
         self.profile.watch(self._runner.model.logits_processor, "target head")
-        self._drafter = build_drafter(self.plan, self._runner, self.profile)
+        self._drafter = build_drafter(self.plan, self._runner, self.profile, self._ways)
         if self._ways.kernels is not None:
             from sglang_ext.serving.attention import flashinfer_verify
 
@@ -100,8 +103,18 @@ class SpecWorker(BaseSpecWorker):
         parts = StepParts(
             self._runner, self.plan, self._drafter, state, self.pace, self._watch, self.profile, self._overlapped
         )
+        self._parts = parts
         self._steps: Steps = RaggedSteps(parts) if self._ways.reads_back else UniformSteps(parts)
         self._verify_pass = VerifyPass(parts, self.target_worker)
+
+    def init_cuda_graphs(self) -> None:
+        """Capture decode passes, where the device has graphs and the attention backend can be planned for them."""
+        super().init_cuda_graphs()
+        graphs = capture_passes(self._parts, self._ways, self._graph_batches)
+        if graphs is not None:
+            assert isinstance(self._steps, UniformSteps)
+            self._steps.use_graphs(graphs)
+            self._verify_pass.use_graphs(graphs)
 
     @torch.no_grad()
     def forward_batch_generation(
@@ -180,8 +193,7 @@ class SpecWorker(BaseSpecWorker):
                 self._rule,
                 self._generator,
             )
-        with self.profile.section("context"):
-            self._drafter.observe_commit(step.layout, accepted.lengths)
+        self._steps.commit(step, verify_input, accepted)
         lengths = batch.seq_lens + (accepted.lengths + 1).to(batch.seq_lens.dtype)
         if batch.return_logprob:
             compute_spec_logprobs(batch, output, accepted.tokens.reshape(-1), chain_stride=step.layout.clean.width)
@@ -199,7 +211,7 @@ class SpecWorker(BaseSpecWorker):
             next_token_ids=accepted.tokens.reshape(-1),
             accept_lens=(accepted.lengths + 1).to(torch.int32),
             cap_lens=step.verify.to(torch.int32),
-            can_run_cuda_graph=False,
+            can_run_cuda_graph=verify_input.captured is not None,
             next_draft_input=_next_input(accepted.bonus, lengths),
             speculative_num_draft_tokens=self._block,
             speculative_output_stride=step.layout.clean.width,

@@ -174,17 +174,17 @@ class _FlashInferRows:
     def __init__(self, source: Any, kernels: Kernels, shape: HeadShape) -> None:
         self._source = source
         self._kernels = kernels
-        self._shape = shape
+        self.shape = shape
 
     def _pools(self, layer: Any) -> tuple[Tensor, Tensor]:
-        if layer.scaling != self._shape.scaling:
-            raise ValueError(f"layer {layer.layer_id} scales by {layer.scaling}, not {self._shape.scaling} as planned")
+        if layer.scaling != self.shape.scaling:
+            raise ValueError(f"layer {layer.layer_id} scales by {layer.scaling}, not {self.shape.scaling} as planned")
         pool = self._source.token_to_kv_pool
         return pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
 
     def _scales(self, layer: Any) -> tuple[float | None, float | None]:
         """What the host divided keys and values by before it rounded them to 8 bits."""
-        if self._shape.kv_dtype == self._shape.dtype:
+        if self.shape.kv_dtype == self.shape.dtype:
             return None, None
         return layer.k_scale_float, layer.v_scale_float
 

@@ -9,7 +9,9 @@ and nowhere else:
 * lengths are planned from the host, so that planning reads nothing back from the GPU; only pool slots and mask bits
   are on the device;
 * a packed mask's index pointers count bytes; the library derives them in bits from the lengths, so ours replace them;
-* planning fills a pinned buffer that is copied asynchronously: a wrapper is not planned again before that copy is done.
+* planning fills a pinned buffer that is copied asynchronously: a wrapper is not planned again before that copy is done;
+* a call inside a captured graph keeps its buffers (:class:`GraphRoom`) and gives every request the same rows: it is
+  planned again before every replay, and tiles are chosen for those rows rather than for one request that has them all.
 
 Shape legend: B requests, N query rows, S keys, P pool slots, Hq query heads, Hk key/value heads, D head size.
 """
@@ -34,6 +36,9 @@ WORKSPACE_BYTES = 256 << 20
 
 MERGE_THREADS, MERGE_WIDTH = 1024, 8
 """A merge gives a row one block of threads, each for this many numbers of one head: more heads are merged in turns."""
+
+PLAN_ARGUMENTS = 20
+"""Arguments of a compiled module's planner; the last is the query rows every request has, 0 if they differ."""
 
 HEAD_SIZES = (64, 128, 256)
 QUERY_DTYPES = (torch.float16, torch.bfloat16)
@@ -124,13 +129,86 @@ def pointer(lengths: Sequence[int]) -> Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
+@dataclass(frozen=True, eq=False)
+class GraphRoom:
+    """What a call inside a captured graph keeps from capture to every replay.
+
+    Attributes:
+        batch: B, padded requests included.
+        rows: query rows of each request.
+        plans: ``[bytes]`` uint8 on the device where plans are written. Calls that are planned right before each replay
+            may share it with calls of other graphs, not with one of the same graph.
+        slots: ``[most keys]`` int32, pool slots of a paged call; shared likewise.
+        mask: ``[bytes]`` uint8, packed mask bits in mode CUSTOM; kernels read it anew in every replay.
+    """
+
+    batch: int
+    rows: int
+    plans: Tensor
+    slots: Tensor | None = None
+    mask: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the buffers live."""
+        return self.plans.device
+
+    def pointers(self, count: int) -> list[Tensor]:
+        """Return fresh ``[B+1]`` int32 index pointers."""
+        return [torch.zeros(self.batch + 1, dtype=torch.int32, device=self.device) for _ in range(count)]
+
+    def mask_buffers(self) -> dict[str, Tensor]:
+        """Return the wrapper's arguments for a custom mask; none without one."""
+        if self.mask is None:
+            return {}
+        return {"custom_mask_buf": self.mask, "mask_indptr_buf": self.pointers(1)[0]}
+
+
+class _UniformPlans:
+    """A compiled module of the library whose plans choose tiles for ``rows`` query rows per request.
+
+    The library's own planner does not pass the number on, and sizes tiles for the longest request a graph could hold.
+    """
+
+    def __init__(self, module: Any, rows: int) -> None:
+        self._module = module
+        self._rows = rows
+
+    def plan(self, *args: Any) -> Any:
+        """Plan as the module does, with ``uniform_q_len`` in its place, the last one."""
+        if len(args) != PLAN_ARGUMENTS or args[-1] != 0:
+            raise RuntimeError(
+                f"FlashInfer plans with {len(args)} arguments, {PLAN_ARGUMENTS} were expected; this package expects "
+                "FlashInfer 0.7: pip install flashinfer-python==0.7.2"
+            )
+        return self._module.plan(*args[:-1], self._rows)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def with_uniform_rows(wrapper: type, rows: int) -> type:
+    """Return the wrapper class with plans for ``rows`` query rows per request."""
+
+    def read(self: Any) -> Any:
+        return self.__dict__["_cached_module"]
+
+    def write(self: Any, module: Any) -> None:
+        self.__dict__["_cached_module"] = None if module is None else _UniformPlans(module, rows)
+
+    return type(f"Uniform{wrapper.__name__}", (wrapper,), {"_cached_module": property(read, write)})
+
+
 class _Call:
     """One wrapper of the library, planned in one mask mode for ever."""
 
-    def __init__(self, wrapper: Any, mode: MaskMode, shape: HeadShape, device: torch.device) -> None:
+    def __init__(
+        self, wrapper: Any, mode: MaskMode, shape: HeadShape, device: torch.device, room: GraphRoom | None
+    ) -> None:
         self._wrapper = wrapper
         self._mode = mode
         self._shape = shape
+        self._room = room
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
         self._rows = 0
         self._keys = 0
@@ -145,6 +223,9 @@ class _Call:
             )
         if len(queries) != len(keys) or not queries or min(queries) < 1 or min(keys) < 0:
             raise ValueError(f"{list(queries)} query and {list(keys)} key lengths were given; one of each per request")
+        room = self._room
+        if room is not None and list(queries) != [room.rows] * room.batch:
+            raise ValueError(f"{list(queries)} query rows were planned in a graph of {room.batch} x {room.rows}")
         if self._copied is not None:
             self._copied.synchronize()
         self._rows, self._keys = sum(queries), sum(keys)
@@ -265,15 +346,43 @@ class Kernels:
         self.device = torch.device(device)
         self.workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=self.device)
 
-    def paged(self, mode: MaskMode, shape: HeadShape) -> PagedCall:
-        """Return a call over the pool in one mask mode."""
-        wrapper = self.library.BatchPrefillWithPagedKVCacheWrapper(self.workspace, LAYOUT, backend=BACKEND)
-        return PagedCall(wrapper, mode, shape, self.device)
+    def paged(self, mode: MaskMode, shape: HeadShape, room: GraphRoom | None = None) -> PagedCall:
+        """Return a call over the pool in one mask mode; with ``room``, one that graphs replay."""
+        made = self.library.BatchPrefillWithPagedKVCacheWrapper
+        if room is None:
+            return PagedCall(made(self.workspace, LAYOUT, backend=BACKEND), mode, shape, self.device, None)
+        queries, keys = room.pointers(2)
+        wrapper = with_uniform_rows(made, room.rows)(
+            self.workspace,
+            LAYOUT,
+            backend=BACKEND,
+            use_cuda_graph=True,
+            qo_indptr_buf=queries,
+            paged_kv_indptr_buf=keys,
+            paged_kv_indices_buf=room.slots,
+            paged_kv_last_page_len_buf=torch.zeros(room.batch, dtype=torch.int32, device=self.device),
+            **room.mask_buffers(),
+        )
+        wrapper.reset_workspace_buffer(self.workspace, room.plans)
+        return PagedCall(wrapper, mode, shape, self.device, room)
 
-    def ragged(self, mode: MaskMode, shape: HeadShape) -> RaggedCall:
-        """Return a call over packed keys in one mask mode."""
-        wrapper = self.library.BatchPrefillWithRaggedKVCacheWrapper(self.workspace, LAYOUT, backend=BACKEND)
-        return RaggedCall(wrapper, mode, shape, self.device)
+    def ragged(self, mode: MaskMode, shape: HeadShape, room: GraphRoom | None = None) -> RaggedCall:
+        """Return a call over packed keys in one mask mode; with ``room``, one that graphs replay."""
+        made = self.library.BatchPrefillWithRaggedKVCacheWrapper
+        if room is None:
+            return RaggedCall(made(self.workspace, LAYOUT, backend=BACKEND), mode, shape, self.device, None)
+        queries, keys = room.pointers(2)
+        wrapper = with_uniform_rows(made, room.rows)(
+            self.workspace,
+            LAYOUT,
+            backend=BACKEND,
+            use_cuda_graph=True,
+            qo_indptr_buf=queries,
+            kv_indptr_buf=keys,
+            **room.mask_buffers(),
+        )
+        wrapper.reset_workspace_buffer(self.workspace, room.plans)
+        return RaggedCall(wrapper, mode, shape, self.device, room)
 
     def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Merge outputs ``[N, Hq, D]`` and base-2 LSE ``[N, Hq]`` over two disjoint sets of keys."""

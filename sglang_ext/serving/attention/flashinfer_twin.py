@@ -79,15 +79,49 @@ class _Wrapper:
     kind = ""
     library: TwinLibrary
 
-    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", *, backend: str = "auto") -> None:
+    def _make(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str,
+        backend: str,
+        use_cuda_graph: bool,
+        mask_buffers: tuple[Tensor | None, Tensor | None],
+        buffers: dict[str, Tensor | None],
+    ) -> None:
         if float_workspace_buffer.dtype != torch.uint8 or kv_layout != "NHD" or backend != "fa2":
             raise ValueError(
                 f"{float_workspace_buffer.dtype} workspace, {kv_layout}, {backend}: uint8, NHD, fa2 is due"
             )
         self.device = float_workspace_buffer.device
-        self._custom_mask_buf: Tensor | None = None
-        self._mask_indptr_buf: Tensor | None = None
+        self._custom_mask_buf, self._mask_indptr_buf = mask_buffers
+        self._buffers = {name: buffer for name, buffer in buffers.items() if buffer is not None}
+        self._graph: int | None = None
         self._plan: Plan | None = None
+        if use_cuda_graph:
+            if len(self._buffers) < len(buffers):
+                raise ValueError(f"a graph needs {sorted(buffers)}; only {sorted(self._buffers)} were given")
+            # What a captured call reads is found under this number in every replay.
+            self._graph = len(_IN_GRAPHS)
+            _IN_GRAPHS.append(self)
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
+        """Take other scratch buffers; this one needs none."""
+        for scratch in (float_workspace_buffer, int_workspace_buffer):
+            if scratch.dtype != torch.uint8 or scratch.device != self.device:
+                raise ValueError(f"scratch is {scratch.dtype} on {scratch.device}; uint8 on {self.device} is due")
+
+    def _keep_in_graph(self, plan: Plan, pointers: dict[str, list[int]]) -> None:
+        """Copy a plan into the buffers a captured call reads; sizes must be those of the first plan."""
+        if self._plan is not None and (len(plan.qo), plan.qo[-1]) != (len(self._plan.qo), self._plan.qo[-1]):
+            raise ValueError(f"rows {plan.qo} were planned in a graph of rows {self._plan.qo}")
+        for name, values in pointers.items():
+            self._buffers[name].copy_(torch.tensor(values, dtype=torch.int32))
+        if plan.mask is not None:
+            if self._custom_mask_buf is None or self._custom_mask_buf.numel() < plan.mask.numel():
+                raise ValueError(f"{plan.mask.numel()} mask bytes were planned in a graph with too few")
+            self._custom_mask_buf[: plan.mask.numel()] = plan.mask
+        elif self._custom_mask_buf is not None:
+            raise ValueError("a graph with a mask was planned without one; it would go on using the old bits")
 
     def _keep(self, plan: Plan) -> None:
         if plan.mask is not None:
@@ -98,11 +132,16 @@ class _Wrapper:
             sizes = [q * s for q, s in zip(plan.query_lens, plan.key_lens)]
             if plan.mask.numel() != sum((size + 7) // 8 for size in sizes):
                 raise ValueError(f"{plan.mask.numel()} mask bytes for requests of {sizes} entries")
-            self._custom_mask_buf = plan.mask
+            if self._graph is None:
+                self._custom_mask_buf = plan.mask
             # In bits, as the library leaves it when it is handed packed bits: wrong from the second request on.
             bits = torch.tensor([0, *torch.tensor(sizes).cumsum(0).tolist()], dtype=torch.int32)
-            self._mask_indptr_buf = bits.to(self.device)
-        elif self.kind == "paged":
+            if self._graph is None:
+                self._mask_indptr_buf = bits.to(self.device)
+            else:
+                assert self._mask_indptr_buf is not None
+                self._mask_indptr_buf.copy_(bits)
+        elif self.kind == "paged" and self._graph is None:
             self._custom_mask_buf = self._mask_indptr_buf = None
         # A ragged wrapper never forgets a mask.
         if plan.q_dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -148,6 +187,28 @@ class _Paged(_Wrapper):
 
     kind = "paged"
 
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Tensor | None = None,
+        paged_kv_indptr_buf: Tensor | None = None,
+        paged_kv_indices_buf: Tensor | None = None,
+        paged_kv_last_page_len_buf: Tensor | None = None,
+        custom_mask_buf: Tensor | None = None,
+        mask_indptr_buf: Tensor | None = None,
+        backend: str = "auto",
+    ) -> None:
+        buffers = {
+            "qo_indptr_buf": qo_indptr_buf,
+            "paged_kv_indptr_buf": paged_kv_indptr_buf,
+            "paged_kv_indices_buf": paged_kv_indices_buf,
+            "paged_kv_last_page_len_buf": paged_kv_last_page_len_buf,
+        }
+        masks = (custom_mask_buf, mask_indptr_buf)
+        self._make(float_workspace_buffer, kv_layout, backend, use_cuda_graph, masks, buffers)
+
     def plan(
         self,
         qo_indptr: Tensor,
@@ -167,27 +228,26 @@ class _Paged(_Wrapper):
     ) -> None:
         """Keep a plan over pages of the pool."""
         kv = _host_pointer("paged_kv_indptr", paged_kv_indptr)
+        qo = _host_pointer("qo_indptr", qo_indptr)
         slots = paged_kv_indices
         if slots.dtype != torch.int32 or slots.device != self.device or slots.numel() < kv[-1]:
             raise ValueError(f"{slots.numel()} page numbers, {slots.dtype} on {slots.device}, for {kv[-1]} pages")
         if paged_kv_last_page_len.device.type != "cpu" or paged_kv_last_page_len.dtype != torch.int32:
             raise ValueError("last page lengths must be int32 on the host")
-        self._keep(
-            Plan(
-                self.kind,
-                _host_pointer("qo_indptr", qo_indptr),
-                kv,
-                slots,
-                paged_kv_last_page_len.tolist(),
-                page_size,
-                packed_custom_mask,
-                causal,
-                sm_scale,
-                q_data_type,
-                kv_data_type,
-                (num_qo_heads, num_kv_heads, head_dim_qk),
-            )
-        )
+        heads = (num_qo_heads, num_kv_heads, head_dim_qk)
+        last = paged_kv_last_page_len.tolist()
+        types = (q_data_type, kv_data_type)
+        if self._graph is not None:
+            room = self._buffers["paged_kv_indices_buf"]
+            if room.numel() < kv[-1]:
+                raise ValueError(f"{kv[-1]} pages were planned in a graph with room for {room.numel()}")
+            room[: kv[-1]] = slots[: kv[-1]]
+            slots = room[: kv[-1]]
+        plan = Plan(self.kind, qo, kv, slots, last, page_size, packed_custom_mask, causal, sm_scale, *types, heads)
+        if self._graph is not None:
+            pointers = {"qo_indptr_buf": qo, "paged_kv_indptr_buf": kv, "paged_kv_last_page_len_buf": last}
+            self._keep_in_graph(plan, pointers)
+        self._keep(plan)
 
     def run(
         self,
@@ -208,8 +268,17 @@ class _Paged(_Wrapper):
                 raise ValueError(f"a pool of {pool.dtype} {tuple(pool.shape)} is not what was planned")
         if q.device.type == "meta":
             return self._empty(q)
-        keys, values = (self._rows(plan, pool) for pool in paged_kv_cache)
-        out, lse = self._attend(q, keys, values, k_scale)
+        if self._graph is not None:
+            return _attend_in_graph(self._graph, q, *paged_kv_cache, k_scale, v_scale)
+        return self.attend(q, *paged_kv_cache, k_scale, v_scale)
+
+    def attend(
+        self, q: Tensor, keys: Tensor, values: Tensor, k_scale: float | None, v_scale: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """Attend by the plan of the moment."""
+        assert self._plan is not None
+        own_keys, own_values = (self._rows(self._plan, pool) for pool in (keys, values))
+        out, lse = self._attend(q, own_keys, own_values, k_scale)
         return out if v_scale is None else out * v_scale, lse
 
     @staticmethod
@@ -224,6 +293,21 @@ class _Ragged(_Wrapper):
     """Stands in for ``BatchPrefillWithRaggedKVCacheWrapper``."""
 
     kind = "ragged"
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Tensor | None = None,
+        kv_indptr_buf: Tensor | None = None,
+        custom_mask_buf: Tensor | None = None,
+        mask_indptr_buf: Tensor | None = None,
+        backend: str = "auto",
+    ) -> None:
+        buffers = {"qo_indptr_buf": qo_indptr_buf, "kv_indptr_buf": kv_indptr_buf}
+        masks = (custom_mask_buf, mask_indptr_buf)
+        self._make(float_workspace_buffer, kv_layout, backend, use_cuda_graph, masks, buffers)
 
     def plan(
         self,
@@ -240,22 +324,13 @@ class _Ragged(_Wrapper):
         kv_data_type: torch.dtype,
     ) -> None:
         """Keep a plan over packed keys."""
-        self._keep(
-            Plan(
-                self.kind,
-                _host_pointer("qo_indptr", qo_indptr),
-                _host_pointer("kv_indptr", kv_indptr),
-                None,
-                [],
-                1,
-                packed_custom_mask,
-                causal,
-                sm_scale,
-                q_data_type,
-                kv_data_type,
-                (num_qo_heads, num_kv_heads, head_dim_qk),
-            )
-        )
+        qo, kv = _host_pointer("qo_indptr", qo_indptr), _host_pointer("kv_indptr", kv_indptr)
+        heads = (num_qo_heads, num_kv_heads, head_dim_qk)
+        types = (q_data_type, kv_data_type)
+        plan = Plan(self.kind, qo, kv, None, [], 1, packed_custom_mask, causal, sm_scale, *types, heads)
+        if self._graph is not None:
+            self._keep_in_graph(plan, {"qo_indptr_buf": qo, "kv_indptr_buf": kv})
+        self._keep(plan)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False) -> Any:
         """Attend over packed keys and values ``[S, Hk, D]``."""
@@ -266,8 +341,29 @@ class _Ragged(_Wrapper):
             raise ValueError(f"keys are {k.dtype}, contiguous: {k.is_contiguous()}")
         if q.device.type == "meta":
             return self._empty(q)
-        lengths = plan.key_lens
-        return self._attend(q, list(k.split(lengths)), list(v.split(lengths)), None)
+        if self._graph is not None:
+            return _attend_in_graph(self._graph, q, k, v, None, None)
+        return self.attend(q, k, v, None, None)
+
+    def attend(
+        self, q: Tensor, keys: Tensor, values: Tensor, k_scale: float | None, v_scale: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """Attend by the plan of the moment."""
+        assert self._plan is not None
+        lengths = self._plan.key_lens
+        return self._attend(q, list(keys.split(lengths)), list(values.split(lengths)), k_scale)
+
+
+_IN_GRAPHS: list[Any] = []
+"""Wrappers made for graphs, by number: a captured call is one operation that looks its plan up when it is replayed."""
+
+
+@torch.library.custom_op("sglang_ext_twin::attend", mutates_args=())
+def _attend_in_graph(
+    number: int, q: Tensor, keys: Tensor, values: Tensor, k_scale: float | None, v_scale: float | None
+) -> tuple[Tensor, Tensor]:
+    out, lse = _IN_GRAPHS[number].attend(q, keys, values, k_scale, v_scale)
+    return out, lse
 
 
 class TwinLibrary:

@@ -10,6 +10,8 @@ Shape legend: N clean rows, Hq query heads, Hk key/value heads, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
@@ -47,6 +49,20 @@ class ChainVerify:
             self._planned = self._plan(forward_batch.req_pool_indices, verify.layout)
         else:
             super().init_forward_metadata(forward_batch)  # type: ignore[misc]
+
+    @property
+    def verify_shape(self) -> HeadShape:
+        """Heads that verification is planned for."""
+        return self._shape
+
+    @contextmanager
+    def verifying(self, call: PagedCall) -> Iterator[None]:
+        """Attend clean rows through ``call``, which its owner plans, for as long as the context is open."""
+        before, self._planned = self._planned, call
+        try:
+            yield
+        finally:
+            self._planned = before
 
     def _plan(self, requests: Tensor, layout: BlockLayout) -> PagedCall:
         queries, keys = mask_lengths(layout, Rows.CLEAN)

@@ -28,9 +28,9 @@ def backend_name(model_runner: Any) -> str:
 def gpu_mask_attention(
     source: Any,
     *,
+    kernels: Kernels | None,
     backend: str,
     form: str,
-    device: torch.device | str,
     heads: int,
     kv_heads: int,
     head_dim: int,
@@ -41,10 +41,9 @@ def gpu_mask_attention(
 
     Args:
         source: has ``req_to_token_pool`` and ``token_to_kv_pool``; both may be allocated later.
-        backend: the host's attention backend. FlashInfer's kernels are used beside ``flashinfer``, torch's fused
-            attention over gathered keys beside any other.
+        kernels: FlashInfer's calls; None for torch's fused attention over gathered keys.
+        backend: the host's attention backend.
         form: see :data:`~.flashinfer.FORMS`.
-        device: of the pools.
         heads, kv_heads, head_dim: of the layers, in this process.
         dtype: of queries.
         kv_dtype: of the pool.
@@ -52,7 +51,7 @@ def gpu_mask_attention(
     Raises:
         Refusal: the kernels cannot serve these heads or dtypes, or the library is missing.
     """
-    if backend != "flashinfer":
+    if kernels is None:
         if kv_dtype != dtype:
             raise Refusal(
                 f"keys and values are kept in {kv_dtype}",
@@ -62,7 +61,6 @@ def gpu_mask_attention(
         return MaskRowAttention(source, heads // kv_heads)
     shape = HeadShape(heads, kv_heads, head_dim, head_dim**-0.5, dtype, kv_dtype)
     shape.check()
-    kernels = shared_kernels(str(device))
     kernels.warm_up(shape)
     return FORMS[form](source, kernels, shape)
 
@@ -71,14 +69,6 @@ def gpu_mask_attention(
 def shared_kernels(device: str) -> Kernels:
     """Return the process's calls on a device; all of them run on one stream, over one scratch buffer."""
     return Kernels(load_library(), device)
-
-
-def install_verification(model_runner: Any) -> None:
-    """Let drafts be verified by plans made on the host, where the host's backend allows; call before it is built."""
-    if backend_name(model_runner) == "flashinfer":
-        from sglang_ext.serving.attention import flashinfer_verify
-
-        flashinfer_verify.install(shared_kernels(str(model_runner.device)))
 
 
 def check_layers(layers: Iterable[Any]) -> None:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from sglang_ext.core.block import BlockLayout
 from sglang_ext.core.sampling import SamplingParams
+from sglang_ext.serving.taps import Taps
+from sglang_ext.serving.verify_input import MaskRows
 
 
 class DraftBlock(NamedTuple):
@@ -102,13 +104,24 @@ class Drafter(ABC):
     def observe_prefill(self) -> None:  # noqa: B027
         """Look at the target pass that has just read prompt tokens; all its rows are committed."""
 
-    def observe_commit(self, layout: BlockLayout, accepted: Tensor) -> None:  # noqa: B027
-        """Look at the target pass that has just verified drafts.
+    def take_taps(self) -> Taps | None:
+        """Return what the drafter wants to know of the target pass that has just run; None if nothing."""
+        return None
+
+    def commit_taps(self, taps: Taps, layout: BlockLayout, accepted: Tensor) -> None:  # noqa: B027
+        """Look at the taps of a pass that verified drafts.
 
         Args:
+            taps: of its clean rows.
             layout: rows of the pass.
             accepted: ``[B]`` accepted drafts; clean rows ``0 .. accepted`` of a request are committed.
         """
+
+    def observe_commit(self, layout: BlockLayout, accepted: Tensor) -> None:
+        """Look at the target pass that has just verified drafts; arguments as :meth:`commit_taps`."""
+        taps = self.take_taps()
+        if taps is not None:
+            self.commit_taps(taps, layout, accepted)
 
     @abstractmethod
     def propose(self, context: Context) -> DraftBlock:
@@ -117,3 +130,28 @@ class Drafter(ABC):
     def propose_joined(self, context: Context, mask_hidden: Tensor) -> DraftBlock:
         """Draft from ``mask_hidden [B, K, H]``, the final hidden states of the chosen group's rows (parallel mode)."""
         raise NotImplementedError(f"{type(self).__name__} never joins the target pass")
+
+
+class LogitsDrafter(Drafter):
+    """A drafter whose passes can be captured: logits by tensor operations alone, drafts from logits."""
+
+    @property
+    @abstractmethod
+    def attention(self) -> Any:
+        """The :class:`~..attention.mask_rows.MaskAttention` of its mask rows."""
+
+    @abstractmethod
+    def place(self, layout: BlockLayout, meta: Any) -> MaskRows:
+        """Return the mask rows of ``layout``, attended as ``meta`` says."""
+
+    @abstractmethod
+    def logits_alone(self, bonus: Tensor, mask: MaskRows) -> Tensor:
+        """Return float32 draft logits ``[B, K-1, R]`` of one group per request, in a pass of the drafter's own."""
+
+    def logits_joined(self, bonus: Tensor, mask_hidden: Tensor) -> Tensor:
+        """Return float32 draft logits ``[B, K-1, R]`` from hidden states ``[B, K, H]`` of groups that rode along."""
+        raise NotImplementedError(f"{type(self).__name__} never joins the target pass")
+
+    @abstractmethod
+    def block(self, logits: Tensor, context: Context | None) -> DraftBlock:
+        """Return drafts from ``logits``; argmaxes where ``context`` is None or says that requests are greedy."""

@@ -17,12 +17,13 @@ from sglang_ext.serving.profile import StepProfile
 if TYPE_CHECKING:
     from sglang_ext.models.tapped.config import TappedConfig
     from sglang_ext.serving.attention.mask_rows import MaskAttention
+    from sglang_ext.serving.device import DeviceWays
     from sglang_ext.serving.drafter_pool import DrafterPool
 
 SUPPORTED_TARGETS = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 
 
-def build_drafter(plan: SpecPlan, model_runner: Any, profile: StepProfile) -> Drafter:
+def build_drafter(plan: SpecPlan, model_runner: Any, profile: StepProfile, ways: DeviceWays) -> Drafter:
     """Return the drafter of ``plan`` for the loaded target.
 
     Raises:
@@ -31,7 +32,7 @@ def build_drafter(plan: SpecPlan, model_runner: Any, profile: StepProfile) -> Dr
     architecture = type(model_runner.model).__name__
     if plan.algorithm == "DFLARE":
         check_tapped_target(architecture)
-        return _build_dflare(plan, model_runner, profile)
+        return _build_dflare(plan, model_runner, profile, ways)
     if architecture not in SUPPORTED_TARGETS:
         raise Refusal(
             f"the target's architecture is {architecture}",
@@ -42,10 +43,10 @@ def build_drafter(plan: SpecPlan, model_runner: Any, profile: StepProfile) -> Dr
         from sglang_ext.serving.drafters.scripted import ScriptedDrafter
 
         return ScriptedDrafter(plan.block_size, model_runner.model_config.vocab_size, model_runner.device)
-    return _build_flexdraft(plan, model_runner, profile)
+    return _build_flexdraft(plan, model_runner, profile, ways)
 
 
-def _build_flexdraft(plan: SpecPlan, model_runner: Any, profile: StepProfile) -> Drafter:
+def _build_flexdraft(plan: SpecPlan, model_runner: Any, profile: StepProfile, ways: DeviceWays) -> Drafter:
     from sglang_ext.serving.attention.inline import SdpaMaskRows
     from sglang_ext.serving.drafters.flexdraft import FlexDraftDrafter
     from sglang_ext.serving.drafters.flexdraft_weights import FlexDraftWeights
@@ -56,7 +57,7 @@ def _build_flexdraft(plan: SpecPlan, model_runner: Any, profile: StepProfile) ->
     checkpoint.validate_against_target(loaded.config, hf_config.to_dict(), None, DRAFTER_FLAG)
     weights = FlexDraftWeights(loaded, model_runner.dtype, model_runner.device, hf_config.rms_norm_eps)
     attention: MaskAttention
-    if model_runner.device == "cpu":
+    if ways.torch_attends:
         attention = SdpaMaskRows(model_runner)
     else:
         from sglang_ext.serving.attention.gpu import backend_name, check_layers, gpu_mask_attention
@@ -64,9 +65,9 @@ def _build_flexdraft(plan: SpecPlan, model_runner: Any, profile: StepProfile) ->
         check_layers(model_runner.model.model.layers[loaded.config.split :])
         attention = gpu_mask_attention(
             model_runner,
+            kernels=ways.kernels_of(model_runner),
             backend=backend_name(model_runner),
             form=plan.options.gpu_attention,
-            device=model_runner.device,
             heads=loaded.config.num_attention_heads,
             kv_heads=loaded.config.num_key_value_heads,
             head_dim=loaded.config.head_dim,
@@ -76,7 +77,7 @@ def _build_flexdraft(plan: SpecPlan, model_runner: Any, profile: StepProfile) ->
     return FlexDraftDrafter(model_runner, weights, attention, plan.block_size, plan.options.draft_width, profile)
 
 
-def _build_dflare(plan: SpecPlan, model_runner: Any, profile: StepProfile) -> Drafter:
+def _build_dflare(plan: SpecPlan, model_runner: Any, profile: StepProfile, ways: DeviceWays) -> Drafter:
     from sglang_ext.models.tapped.rope import rope_tables
     from sglang_ext.serving import drafter_pool
     from sglang_ext.serving.drafters.dflare import DFlareDrafter
@@ -108,15 +109,18 @@ def _build_dflare(plan: SpecPlan, model_runner: Any, profile: StepProfile) -> Dr
         weights,
         TapRecorder(model_runner.model, config.target_layer_ids, DRAFTER_FLAG),
         pool,
-        _block_attention(plan, model_runner, pool, config),
+        _block_attention(plan, model_runner, pool, config, ways),
         mask.detach().clone(),
         plan.block_size,
         plan.options.draft_width,
         profile,
+        drop_rejected=ways.reads_back,
     )
 
 
-def _block_attention(plan: SpecPlan, model_runner: Any, pool: DrafterPool, config: TappedConfig) -> MaskAttention:
+def _block_attention(
+    plan: SpecPlan, model_runner: Any, pool: DrafterPool, config: TappedConfig, ways: DeviceWays
+) -> MaskAttention:
     """Attention of a drafter's blocks over its own pool."""
     from sglang_ext.serving.attention.gpu import backend_name, gpu_mask_attention
     from sglang_ext.serving.drafters.dflare_attention import block_attention
@@ -124,9 +128,9 @@ def _block_attention(plan: SpecPlan, model_runner: Any, pool: DrafterPool, confi
     def on_gpu(source: Any) -> MaskAttention:
         return gpu_mask_attention(
             source,
+            kernels=ways.kernels_of(model_runner),
             backend=backend_name(model_runner),
             form=plan.options.gpu_attention,
-            device=model_runner.device,
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
@@ -134,5 +138,4 @@ def _block_attention(plan: SpecPlan, model_runner: Any, pool: DrafterPool, confi
             kv_dtype=model_runner.dtype,
         )
 
-    heads_per_group = config.num_attention_heads // config.num_key_value_heads
-    return block_attention(model_runner, pool, heads_per_group, on_gpu)
+    return block_attention(model_runner, pool, None if ways.torch_attends else on_gpu)

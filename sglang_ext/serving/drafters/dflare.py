@@ -18,11 +18,12 @@ from torch import Tensor
 from sglang_ext.core.block import BlockLayout
 from sglang_ext.serving.attention.mask_rows import MaskAttention
 from sglang_ext.serving.drafter_pool import DrafterPool
-from sglang_ext.serving.drafters.base import Context, DraftBlock, Drafter
+from sglang_ext.serving.drafters.base import Context, DraftBlock, LogitsDrafter
 from sglang_ext.serving.drafters.dflare_weights import DFlareWeights
 from sglang_ext.serving.drafters.proposal import block_from_logits
 from sglang_ext.serving.profile import StepProfile
 from sglang_ext.serving.taps import TapRecorder, Taps
+from sglang_ext.serving.verify_input import MaskRows
 
 PADDING_SLOT = 0
 """The pool slot that the host never gives to a token."""
@@ -34,7 +35,7 @@ def rejected_to_padding(taps: Taps, kept: Tensor) -> Taps:
     return taps._replace(slots=torch.where(kept, taps.slots, PADDING_SLOT))
 
 
-class DFlareDrafter(Drafter):
+class DFlareDrafter(LogitsDrafter):
     """Drafts one block per request in a pass of its own; never joins the target's.
 
     Args:
@@ -47,6 +48,8 @@ class DFlareDrafter(Drafter):
         block_size: K at run time, at most the trained one.
         top_m: stored width of the draft distribution under rejection sampling; ``None`` drafts greedily.
         profile: where the time of the drafter's head is charged.
+        drop_rejected: whether rows that were not accepted are left out of what is written; their number is then read
+            from the device. Otherwise they go to a slot that nobody reads.
     """
 
     def __init__(
@@ -60,7 +63,9 @@ class DFlareDrafter(Drafter):
         block_size: int,
         top_m: int | None,
         profile: StepProfile,
+        drop_rejected: bool = True,
     ) -> None:
+        self._drop_rejected = drop_rejected
         self._weights = weights
         self._taps = taps
         self._pool = pool
@@ -96,11 +101,19 @@ class DFlareDrafter(Drafter):
         """Write the context of the prompt tokens that were just read."""
         self._remember(self._taps.take())
 
-    def observe_commit(self, layout: BlockLayout, accepted: Tensor) -> None:
+    @property
+    def attention(self) -> MaskAttention:
+        """Attention of block rows over the drafter's own pool."""
+        return self._attention
+
+    def take_taps(self) -> Taps:
+        """Return the taps of the pass that has just run."""
+        return self._taps.take()
+
+    def commit_taps(self, taps: Taps, layout: BlockLayout, accepted: Tensor) -> None:
         """Write the context of the tokens that were just committed: the old bonus token and the accepted drafts."""
-        taps = self._taps.take()
         kept = layout.clean.column <= accepted[layout.clean.request]
-        if kept.device.type == "cpu":
+        if self._drop_rejected:
             self._remember(taps if bool(kept.all()) else taps.rows(kept.nonzero().view(-1)))
         else:
             self._remember(rejected_to_padding(taps, kept))
@@ -111,25 +124,41 @@ class DFlareDrafter(Drafter):
 
     def propose(self, context: Context) -> DraftBlock:
         """Run one block per request through the drafter and draft from its slots 1..K-1."""
-        return block_from_logits(self.block_logits(context), context, self._top_m, self._listed)
+        return self.block(self.block_logits(context), context)
+
+    def block(self, logits: Tensor, context: Context | None) -> DraftBlock:
+        """See :meth:`LogitsDrafter.block`."""
+        return block_from_logits(logits, context, self._top_m, self._listed)
 
     def block_logits(self, context: Context) -> Tensor:
         """Return float32 logits ``[B, K-1, R]`` of slots 1..K-1 over the R tokens that can be proposed."""
-        hidden = self.block_hidden(context)
+        return self.logits_alone(context.bonus, self._planned(context))
+
+    def block_hidden(self, context: Context) -> Tensor:
+        """Return the final hidden states ``[B, K, H]`` of each request's block, slot 0 being the bonus token's own."""
+        return self._hidden(context.bonus, self._planned(context))
+
+    def _planned(self, context: Context) -> MaskRows:
+        layout = context.block_layout(self._block)
+        return self.place(layout, self._attention.prepare(context.slots, layout, context.longest))
+
+    def place(self, layout: BlockLayout, meta: Any) -> MaskRows:
+        """See :meth:`LogitsDrafter.place`."""
+        return MaskRows(positions=layout.mask_position_flat.clamp_max(self._last_position), meta=meta)
+
+    def logits_alone(self, bonus: Tensor, mask: MaskRows) -> Tensor:
+        """See :meth:`LogitsDrafter.logits_alone`."""
+        hidden = self._hidden(bonus, mask)
         with self._profile.section("draft head"):
             flat = F.linear(hidden[:, 1:].reshape(-1, hidden.shape[-1]), self._head)
             return flat.view(hidden.shape[0], self._block - 1, -1).float()
 
-    def block_hidden(self, context: Context) -> Tensor:
-        """Return the final hidden states ``[B, K, H]`` of each request's block, slot 0 being the bonus token's own."""
-        layout = context.block_layout(self._block)
-        meta = self._attention.prepare(context.slots, layout, context.longest)
-        positions = layout.mask_position_flat.clamp_max(self._last_position)
-        hidden = self._embedded(context.bonus)
+    def _hidden(self, bonus: Tensor, mask: MaskRows) -> Tensor:
+        hidden = self._embedded(bonus)
         for index, layer in enumerate(self._weights.attention_layers):
-            q, k, v = self._weights.project(index, hidden, positions)
-            hidden = self._weights.finish(index, hidden, self._attention.attend(layer, q, k, v, meta))
-        return self._weights.final_norm(hidden).view(layout.batch, self._block, -1)
+            q, k, v = self._weights.project(index, hidden, mask.positions)
+            hidden = self._weights.finish(index, hidden, self._attention.attend(layer, q, k, v, mask.meta))
+        return self._weights.final_norm(hidden).view(bonus.shape[0], self._block, -1)
 
     def _embedded(self, bonus: Tensor) -> Tensor:
         """Return the block's input rows ``[B * K, H]``: the bonus token, then masks."""

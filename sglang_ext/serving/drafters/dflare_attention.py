@@ -15,7 +15,7 @@ from torch import Tensor
 from sglang_ext.core.block import BlockLayout, mask_rows_mask
 from sglang_ext.serving.attention.gather import Gather
 from sglang_ext.serving.attention.inline import InlineMeta, InlineRows, attend_inline
-from sglang_ext.serving.attention.mask_rows import MaskAttention, MaskRowAttention
+from sglang_ext.serving.attention.mask_rows import MaskAttention
 from sglang_ext.serving.drafter_pool import DrafterPool
 
 GATHER_INDEX = -3
@@ -56,7 +56,6 @@ class SdpaBlockRows:
 def block_attention(
     model_runner: Any,
     pool: DrafterPool,
-    heads_per_group: int,
     on_gpu: Callable[[Any], MaskAttention] | None = None,
 ) -> MaskAttention:
     """Return the attention of blocks over ``pool`` on the runner's device.
@@ -64,13 +63,10 @@ def block_attention(
     Args:
         model_runner: the host's target runner, whose slot table says where each token lives.
         pool: the drafter's keys and values.
-        heads_per_group: query heads of the drafter that share one key/value head.
-        on_gpu: makes the attention of a GPU from an object with both pools; None gathers keys for torch's own.
+        on_gpu: makes the attention of a GPU from an object with both pools; None where the host's backend is ours, on
+            a CPU.
     """
-    if model_runner.device == "cpu":
-        return SdpaBlockRows(model_runner, pool)
-    view = _PoolView(model_runner, pool)
-    return MaskRowAttention(view, heads_per_group) if on_gpu is None else on_gpu(view)
+    return SdpaBlockRows(model_runner, pool) if on_gpu is None else on_gpu(_PoolView(model_runner, pool))
 
 
 class _PoolView(SimpleNamespace):

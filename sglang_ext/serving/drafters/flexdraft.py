@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sglang_ext.core.block import BlockLayout
 from sglang_ext.serving.attention.mask_rows import MaskAttention
-from sglang_ext.serving.drafters.base import Context, DraftBlock, Drafter
+from sglang_ext.serving.drafters.base import Context, DraftBlock, LogitsDrafter
 from sglang_ext.serving.drafters.flexdraft_weights import FlexDraftWeights
 from sglang_ext.serving.drafters.proposal import block_from_logits
 from sglang_ext.serving.profile import StepProfile
@@ -16,7 +16,7 @@ from sglang_ext.serving.target_walk import TargetWalk
 from sglang_ext.serving.verify_input import MaskRows
 
 
-class FlexDraftDrafter(Drafter):
+class FlexDraftDrafter(LogitsDrafter):
     """Drafts with the second projections, in the target pass (parallel) or in a short pass of its own (sequential).
 
     Args:
@@ -56,20 +56,38 @@ class FlexDraftDrafter(Drafter):
         """Bytes of the second projections, mask embedding and calibrator."""
         return self._weights.bytes
 
+    @property
+    def attention(self) -> MaskAttention:
+        """Attention of mask rows over the target's own pool."""
+        return self._attention
+
     def mask_rows(self, slots: Tensor, layout: BlockLayout, keys: int) -> MaskRows:
         """Lay out the mask groups of ``layout`` for requests in ``slots [B]``; ``keys`` bounds the pooled lengths."""
-        meta = self._attention.prepare(slots, layout, keys)
+        return self.place(layout, self._attention.prepare(slots, layout, keys))
+
+    def place(self, layout: BlockLayout, meta: Any) -> MaskRows:
+        """See :meth:`LogitsDrafter.place`."""
         return MaskRows(positions=layout.mask_position_flat.clamp_max(self._last_position), meta=meta)
 
     def propose(self, context: Context) -> DraftBlock:
         """Run one group per request through the deep layers and draft from it."""
-        layout = context.block_layout(self._block)
-        hidden = self._walk.mask_pass(self.mask_rows(context.slots, layout, context.longest))
-        return self.propose_joined(context, hidden.view(layout.batch, self._block, -1))
+        mask = self.mask_rows(context.slots, context.block_layout(self._block), context.longest)
+        return self.block(self.logits_alone(context.bonus, mask), context)
 
     def propose_joined(self, context: Context, mask_hidden: Tensor) -> DraftBlock:
         """Draft from the chosen group's final hidden states ``[B, K, H]``; slot 0 is the bonus token's own."""
-        embedding = self._embed(context.bonus)
+        return self.block(self.logits_joined(context.bonus, mask_hidden), context)
+
+    def logits_alone(self, bonus: Tensor, mask: MaskRows) -> Tensor:
+        """See :meth:`LogitsDrafter.logits_alone`."""
+        return self.logits_joined(bonus, self._walk.mask_pass(mask).view(bonus.shape[0], self._block, -1))
+
+    def logits_joined(self, bonus: Tensor, mask_hidden: Tensor) -> Tensor:
+        """See :meth:`LogitsDrafter.logits_joined`."""
+        embedding = self._embed(bonus)
         with self._profile.section("draft head"):
-            logits = self._weights.calibrated_logits(mask_hidden[:, 1:], embedding).float()
+            return self._weights.calibrated_logits(mask_hidden[:, 1:], embedding).float()
+
+    def block(self, logits: Tensor, context: Context | None) -> DraftBlock:
+        """See :meth:`LogitsDrafter.block`."""
         return block_from_logits(logits, context, self._top_m, self._weights.draft_tokens)

@@ -12,12 +12,14 @@ from sglang_ext.core.sampling import sample, target_probs
 from sglang_ext.serving.drafters.base import Context, DraftBlock
 
 
-def block_from_logits(logits: Tensor, context: Context, top_m: int | None, listed: Tensor | None = None) -> DraftBlock:
+def block_from_logits(
+    logits: Tensor, context: Context | None, top_m: int | None, listed: Tensor | None = None
+) -> DraftBlock:
     """Draft from ``logits [B, K-1, R]`` (float32).
 
     Args:
         logits: of the slots after the bonus token.
-        context: the requests; without sampling parameters drafts are argmaxes.
+        context: the requests; without it, or without sampling parameters, drafts are argmaxes.
         top_m: M under rejection sampling, None to draft greedily.
         listed: ``[R]`` int64 ids of the tokens that can be proposed; None means that places are ids.
     """
@@ -27,7 +29,7 @@ def block_from_logits(logits: Tensor, context: Context, top_m: int | None, liste
     # The drafter's numbers may overflow; a NaN must cost acceptance, never correctness.
     tokens = torch.where(confidence.isnan(), -1, tokens)
     confidence = confidence.nan_to_num(0.0)
-    if context.sampling is None or top_m is None:
+    if context is None or context.sampling is None or top_m is None:
         return DraftBlock(tokens, confidence)
     return _sampled(logits, confidence, tokens, context, top_m, listed)
 

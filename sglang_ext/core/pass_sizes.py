@@ -1,7 +1,7 @@
-"""How many drafts a step makes room for when the host may not wait for the confidences that decide it.
+"""Sizes of a pass that the host picks without asking the device.
 
-Row counts of a pass are picked on the host before the device has said how many drafts are worth verifying. What it said
-of the last few steps is known by then.
+Row counts are picked before the device has said how many drafts are worth verifying; what it said of the last few steps
+is known by then. Passes are captured for a few sizes, and a step takes the smallest that holds it.
 """
 
 from __future__ import annotations
@@ -39,6 +39,19 @@ def row_sizes(block_size: int) -> list[int]:
     while sizes[-1] * 2 < block_size:
         sizes.append(sizes[-1] * 2)
     return [*sizes, block_size]
+
+
+def batch_sizes(largest: int) -> list[int]:
+    """Return the numbers of requests that passes are captured for: 1, 2, 3, 4, 6, 8, 12, 16, 24, ... ``largest``.
+
+    Replaying a pass for more requests than there are costs a little; capturing one for every number of requests costs
+    memory and time at start.
+    """
+    sizes, step = {1, largest}, 2
+    while step < largest:
+        sizes |= {step, min(step * 3 // 2, largest)}
+        step *= 2
+    return sorted(sizes)
 
 
 def smallest_at_least(sizes: Sequence[int], wanted: int) -> int:

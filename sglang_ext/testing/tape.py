@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -24,6 +25,10 @@ READS_BACK = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_s
 
 FROM_THE_HOST = ("lift_fresh", "lift_fresh_copy")
 """Operations that bring numbers of the host into a tensor; a graph would keep those of the capture for ever."""
+
+
+READS_MEMORY = (Tensor.tolist, Tensor.numpy)
+"""Methods that read a tensor's memory without any operation; only a tensor of the host has them."""
 
 
 class CaptureError(RuntimeError):
@@ -58,7 +63,7 @@ class _Tape(TorchDispatchMode):
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = operation.overloadpacket.__name__
-        if name in READS_BACK or name in FROM_THE_HOST:
+        if name in READS_BACK or name in FROM_THE_HOST or _selects(name, args):
             raise CaptureError(f"{operation} inside a captured pass: no number may come from or go to the host")
         result = operation(*args, **kwargs)
         given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
@@ -70,6 +75,22 @@ class _Tape(TorchDispatchMode):
         if not is_view:
             self.entries.append(_Entry(operation, args, kwargs, made))
         return result
+
+
+def _selects(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether an operation indexes by a mask, whose true entries the host must count."""
+    return name.startswith("index") and any(
+        isinstance(leaf, Tensor) and leaf.dtype is torch.bool for leaf in tree_leaves(args[1:2])
+    )
+
+
+class _NoMemoryReads(TorchFunctionMode):
+    """Refuses what reads memory behind the tape's back."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in READS_MEMORY:
+            raise CaptureError(f"{function.__name__} inside a captured pass: no number may go to the host")
+        return function(*args, **(kwargs or {}))
 
 
 class TapeRecorder:
@@ -88,7 +109,7 @@ class TapeRecorder:
         for _ in range(WARM_UPS):
             run()
         tape = _Tape()
-        with torch.no_grad(), tape:
+        with torch.no_grad(), _NoMemoryReads(), tape:
             output = run()
         self.captures += 1
 

@@ -121,7 +121,7 @@ class Bench:
         self.weights = DFlareWeights(drafter, weights, torch.float32, "cpu", rope_tables(drafter, CONTEXT))
         self.taps = Source()
         self.mask = weights["mask_embedding"]
-        attention = block_attention(self.runner, self.pool, HEADS // KV_HEADS)
+        attention = block_attention(self.runner, self.pool)
         self.drafter = DFlareDrafter(
             self.runner,
             self.weights,

@@ -17,7 +17,7 @@ from sglang_ext.models.tapped.checkpoint import expected_shapes
 from sglang_ext.serving.attention.flashinfer import FORMS
 from sglang_ext.serving.attention.flashinfer_calls import HeadShape, Kernels
 from sglang_ext.serving.attention.flashinfer_twin import TwinLibrary
-from sglang_ext.serving.drafters.dflare import PADDING_SLOT, rejected_to_padding
+from sglang_ext.serving.drafters.dflare import PADDING_SLOT
 from sglang_ext.serving.drafters.dflare_attention import block_attention
 from sglang_ext.serving.taps import Taps
 from tests.serving.test_dflare_drafter import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAWS, Bench, config, tensors
@@ -57,7 +57,7 @@ def test_blocks_are_those_of_the_cpu_backend(lengths, depth, block, seed, form):
     library = TwinLibrary()
     bench.runner.device = "twin"
     bench.drafter._attention = block_attention(
-        bench.runner, bench.pool, 1, lambda source: FORMS[form](source, Kernels(library, "cpu", 64), SHAPE)
+        bench.runner, bench.pool, lambda source: FORMS[form](source, Kernels(library, "cpu", 64), SHAPE)
     )
     torch.testing.assert_close(bench.drafter.block_logits(context), expected, atol=1e-4, rtol=1e-4)
     assert len(library.plans) == (2 if form == "merged" else 1), "planned once, whatever the depth"
@@ -82,7 +82,9 @@ def test_committing_writes_the_kept_rows_and_reads_nothing_back(seed, data):
     expected = bench.pool.get_key_buffer(0).clone()
     bench.pool._keys[0] = whole
     kept = layout.clean.column <= accepted[layout.clean.request]
-    bench.drafter._remember(rejected_to_padding(taps, kept))
+    bench.taps.next = taps
+    bench.drafter._drop_rejected = False
+    bench.drafter.observe_commit(layout, accepted)
     found = bench.pool.get_key_buffer(0)
     # Products over other row counts round differently.
     torch.testing.assert_close(found[PADDING_SLOT + 1 :], expected[PADDING_SLOT + 1 :], atol=1e-5, rtol=1e-5)

@@ -16,12 +16,13 @@ from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, default_
 from sglang_ext.core.config import SpecOptions
 from sglang_ext.core.refusal import Refusal
 from sglang_ext.serving import algorithm
-from sglang_ext.serving.attention import flashinfer_verify, gpu
+from sglang_ext.serving.attention import gpu
 from sglang_ext.serving.attention.flashinfer import MaskedMaskRows, MergedMaskRows
 from sglang_ext.serving.attention.flashinfer_calls import Kernels
 from sglang_ext.serving.attention.flashinfer_twin import TwinLibrary
 from sglang_ext.serving.attention.mask_rows import MaskRowAttention
-from sglang_ext.serving.gpu_plan import apply_gpu_defaults, check_gpu_args
+from sglang_ext.serving.device import ways_of
+from sglang_ext.serving.gpu_plan import apply_gpu_defaults, check_gpu_args, graph_batches, plan_graphs
 from sglang_ext.serving.plan import SpecPlan
 
 GPU: dict[str, Any] = {
@@ -43,7 +44,6 @@ GPU: dict[str, Any] = {
 HEADS: dict[str, Any] = {
     "backend": "flashinfer",
     "form": "merged",
-    "device": "cpu",
     "heads": 8,
     "kv_heads": 2,
     "head_dim": 64,
@@ -60,6 +60,7 @@ HEADS: dict[str, Any] = {
         {"attention_backend": "fa3", "prefill_attention_backend": "triton", "decode_attention_backend": "triton"},
         {"kv_cache_dtype": "fp8_e4m3"},
         {"cuda_graph_backend_decode": "disabled"},
+        {"cuda_graph_backend_decode": "full"},
     ],
 )
 def test_what_is_served_is_accepted(change: dict[str, Any]) -> None:
@@ -74,14 +75,14 @@ def test_what_is_served_is_accepted(change: dict[str, Any]) -> None:
         ({"prefill_attention_backend": "fa3"}, ("fa3 (prefill)", "flashinfer (decode)", "--attention-backend")),
         ({"kv_cache_dtype": "fp4_e2m1"}, ("--kv-cache-dtype fp4_e2m1", "fp8_e4m3")),
         ({"attention_backend": "triton", "kv_cache_dtype": "fp8_e4m3"}, ("--kv-cache-dtype fp8_e4m3", "triton")),
-        ({"cuda_graph_backend_decode": "full"}, ("--cuda-graph-backend-decode full", "without CUDA graphs")),
+        ({"cuda_graph_backend_decode": "breakable"}, ("--cuda-graph-backend-decode breakable", "full")),
         ({"cuda_graph_backend_prefill": "breakable"}, ("--cuda-graph-backend-prefill breakable",)),
         (
             {
-                "cuda_graph_config": with_phase(default_cuda_graph_config(), Phase.DECODE, backend=Backend.FULL),
-                "_cuda_graph_config_locked": {(Phase.DECODE, "backend")},
+                "cuda_graph_config": with_phase(default_cuda_graph_config(), Phase.PREFILL, backend=Backend.FULL),
+                "_cuda_graph_config_locked": {(Phase.PREFILL, "backend")},
             },
-            ("--cuda-graph-config, decode backend full", "without CUDA graphs"),
+            ("--cuda-graph-config, prefill backend full", "captures decode passes itself"),
         ),
         ({"enable_deterministic_inference": True}, ("--enable-deterministic-inference", "on a GPU")),
         ({"enable_torch_compile": True}, ("--enable-torch-compile",)),
@@ -97,17 +98,37 @@ def test_the_rest_is_refused_in_one_line(change: dict[str, Any], words: tuple[st
     assert all(word in message for word in words), message
 
 
-def test_graphs_are_off_in_the_resolved_record_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_graphs_of_prefills_are_off_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
     """The host reads ``cuda_graph_config`` from here on; the older switch would come too late."""
-    asked = default_cuda_graph_config()
-    assert asked.decode.backend != Backend.DISABLED
-    args = SimpleNamespace(**GPU | {"cuda_graph_config": asked}, disable_overlap_schedule=False)
+    asked = with_phase(default_cuda_graph_config(), Phase.PREFILL, backend=Backend.BREAKABLE)
+    args = SimpleNamespace(**GPU | {"cuda_graph_config": asked})
     with caplog.at_level(logging.WARNING):
         apply_gpu_defaults(args)
-    assert args.disable_overlap_schedule
     assert args.disable_flashinfer_autotune
-    assert [getattr(args.cuda_graph_config, phase).backend for phase in Phase.ALL] == [Backend.DISABLED] * 2
-    assert "CUDA graphs and overlapped scheduling are off" in caplog.text
+    assert args.cuda_graph_config.prefill.backend == Backend.DISABLED
+    assert "CUDA graphs of prefills are off" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("decode", "change", "captures", "expected"),
+    [
+        ({}, {}, True, [1, 2, 3, 4, 6, 8, 10]),
+        ({"max_bs": 5}, {}, True, [1, 2, 3, 4, 5]),
+        ({"bs": [1, 7, 64]}, {"cuda_graph_bs_decode": [1, 7, 64]}, True, [1, 7, 10]),
+        ({"bs": [2, 4]}, {"_cuda_graph_config_locked": {(Phase.DECODE, "bs")}}, True, [2, 4]),
+        ({"backend": Backend.DISABLED}, {}, True, []),
+        ({}, {}, False, []),
+    ],
+)
+def test_the_worker_captures_what_the_host_was_asked_to(
+    decode: dict[str, Any], change: dict[str, Any], captures: bool, expected: list[int]
+) -> None:
+    config = with_phase(default_cuda_graph_config(), Phase.DECODE, **decode)
+    record = GPU | {"cuda_graph_config": config, "max_running_requests": 10, "cuda_graph_bs_decode": None} | change
+    args = SimpleNamespace(**record)
+    plan_graphs(args, captures=captures)
+    assert args.cuda_graph_config.decode.backend == Backend.DISABLED, "the host itself captures none"
+    assert graph_batches(args) == expected
 
 
 def test_the_algorithm_checks_a_gpu_and_leaves_a_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +137,11 @@ def test_the_algorithm_checks_a_gpu_and_leaves_a_cpu_alone(monkeypatch: pytest.M
     monkeypatch.setattr(algorithm.request_hooks, "install", lambda *_: None)
     spec = object.__new__(algorithm.PluginAlgorithm)
     object.__setattr__(spec, "name", "FLEXDRAFT")
-    common = {"max_running_requests": None, "cuda_graph_config": default_cuda_graph_config()}
+    common = {
+        "max_running_requests": None,
+        "cuda_graph_config": default_cuda_graph_config(),
+        "cuda_graph_bs_decode": None,
+    }
     on_gpu = SimpleNamespace(**GPU | common)
     spec.handle_server_args(on_gpu)
     assert on_gpu.cuda_graph_config.decode.backend == Backend.DISABLED
@@ -128,16 +153,15 @@ def test_the_algorithm_checks_a_gpu_and_leaves_a_cpu_alone(monkeypatch: pytest.M
     assert on_cpu.cuda_graph_config is common["cuda_graph_config"]
 
 
-def use_twin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "shared_kernels", lambda device: Kernels(TwinLibrary(), device, 64))
+def twin() -> Kernels:
+    return Kernels(TwinLibrary(), "cpu", 64)
 
 
-def test_the_backend_decides_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_twin(monkeypatch)
+def test_the_kernels_decide_the_attention() -> None:
     source = SimpleNamespace()
-    assert isinstance(gpu.gpu_mask_attention(source, **HEADS), MergedMaskRows)
-    assert isinstance(gpu.gpu_mask_attention(source, **HEADS | {"form": "masked"}), MaskedMaskRows)
-    assert isinstance(gpu.gpu_mask_attention(source, **HEADS | {"backend": "triton"}), MaskRowAttention)
+    assert isinstance(gpu.gpu_mask_attention(source, kernels=twin(), **HEADS), MergedMaskRows)
+    assert isinstance(gpu.gpu_mask_attention(source, kernels=twin(), **HEADS | {"form": "masked"}), MaskedMaskRows)
+    assert isinstance(gpu.gpu_mask_attention(source, kernels=None, **HEADS | {"backend": "triton"}), MaskRowAttention)
 
 
 @pytest.mark.parametrize(
@@ -151,12 +175,10 @@ def test_the_backend_decides_the_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"backend": "triton", "kv_dtype": torch.float8_e4m3fn}, ("float8", "--attention-backend flashinfer")),
     ],
 )
-def test_heads_and_types_the_kernels_cannot_serve_are_refused(
-    change: dict[str, Any], words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_twin(monkeypatch)
+def test_heads_and_types_the_kernels_cannot_serve_are_refused(change: dict[str, Any], words: tuple[str, ...]) -> None:
+    kernels = None if change.get("backend") == "triton" else twin()
     with pytest.raises(Refusal) as refused:
-        gpu.gpu_mask_attention(SimpleNamespace(), **HEADS | change)
+        gpu.gpu_mask_attention(SimpleNamespace(), kernels=kernels, **HEADS | change)
     assert all(word in str(refused.value) for word in words), refused.value
 
 
@@ -164,7 +186,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "flashinfer", None)
     gpu.shared_kernels.cache_clear()
     with pytest.raises(Refusal, match="FlashInfer cannot be imported"):
-        gpu.gpu_mask_attention(SimpleNamespace(), **HEADS)
+        ways_of("cuda", "flashinfer").kernels_of(SimpleNamespace(device="cuda"))
 
 
 def test_layers_with_another_rule_are_refused() -> None:
@@ -179,14 +201,15 @@ def test_layers_with_another_rule_are_refused() -> None:
         gpu.check_layers([layer(cap=30.0)])
 
 
-def test_verification_is_installed_beside_flashinfer_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_twin(monkeypatch)
-    installed: list[Kernels] = []
-    monkeypatch.setattr(flashinfer_verify, "install", installed.append)
-    for backend, count in (("triton", 0), ("flashinfer", 1)):
-        monkeypatch.setattr(gpu, "backend_name", lambda _, backend=backend: backend)
-        gpu.install_verification(SimpleNamespace(device="cpu"))
-        assert len(installed) == count
+def test_a_device_has_its_ways() -> None:
+    cpu, gpu_ways, other = ways_of("cpu", "torch_native"), ways_of("cuda", "flashinfer"), ways_of("cuda", "triton")
+    assert (cpu.reads_back, cpu.overlaps, cpu.kernels, cpu.recorder) == (True, False, None, None)
+    assert not gpu_ways.reads_back
+    assert gpu_ways.overlaps
+    assert gpu_ways.kernels is not None
+    assert gpu_ways.recorder is not None
+    assert (other.kernels, other.recorder) == (None, None)
+    assert other.overlaps
 
 
 def test_the_backend_that_verifies_is_the_one_for_decoding() -> None:

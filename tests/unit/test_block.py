@@ -166,6 +166,29 @@ def test_the_sequential_pass_is_the_accepted_group(committed: list[int], accepte
     assert mask_rows_mask(sequential, keys)[..., keys:].all()
 
 
+@settings(deadline=None, max_examples=150)
+@given(cases(), st.data())
+def test_drafting_behind_an_accepted_row_is_the_sequential_pass(case: Case, data: st.DataObject) -> None:
+    """Said in the lengths before the step and a row number, or in the lengths after it: the same rows see the same."""
+    accepted = [data.draw(st.integers(0, width - 1)) for width in case.widths]
+    carried = max(case.widths) + data.draw(st.integers(0, 2))
+    before = BlockLayout.uniform(
+        torch.tensor(case.committed), carried, 0, case.block_size, widths=torch.tensor(case.widths)
+    )
+    after = before.after(torch.tensor(accepted))
+    lengths = torch.tensor(case.committed) + torch.tensor(accepted) + 1
+    plain = BlockLayout.sequential(lengths, case.block_size)
+    assert torch.equal(after.mask_position_flat, plain.mask_position_flat)
+    assert torch.equal(mask_rows_mask(after, case.keys + 2), mask_rows_mask(plain, case.keys + 2))
+    assert after.groups.carried == (1,) * after.batch
+
+
+def test_drafting_behind_a_row_of_a_tree_is_refused() -> None:
+    layout = BlockLayout.ragged([3], [3], [1], 2, parent=torch.tensor([[-1, 0, 0]]))
+    with pytest.raises(ValueError, match="tree"):
+        layout.after(torch.tensor([1]))
+
+
 def test_verification_and_a_lone_draft_share_one_batch() -> None:
     """A newly prefilled request (no clean rows, one group) beside one that verifies two drafts."""
     for parent in (None, torch.tensor([[-1, 0, 1], [-1, 0, 1]])):

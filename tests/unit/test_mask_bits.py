@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sglang_ext.core import mask_bits
 from sglang_ext.core.block import BlockLayout, clean_mask, mask_rows_mask
-from sglang_ext.core.mask_bits import PackedMask, Rows, mask_lengths, pack, packed_bytes
+from sglang_ext.core.mask_bits import MaskPacker, PackedMask, Rows, mask_lengths, pack, packed_bytes
 from sglang_ext.core.masks import CLEAN, visible
 
 LAWS = settings(max_examples=120, deadline=None, print_blob=True)
@@ -152,6 +152,16 @@ def test_packing_reads_nothing_back() -> None:
             assert packed.bits.device.type == packed.byte_ptr.device.type == "meta"
             assert packed.bits.numel() == packed_size(layout, rows)
         assert pack(layout.without_cache(), Rows.MASK).key_lens == (10, 10, 10)
+
+
+@pytest.mark.parametrize("accepted", [[0, 0, 0], [1, 0, 3], [3, 3, 3]])
+def test_a_packer_packs_again_and_again(accepted: list[int]) -> None:
+    layout = BlockLayout.uniform(torch.tensor([4, 1, 9]), 4, 0, 3, host_committed=[4, 1, 9])
+    after = layout.after(torch.tensor(accepted)).without_cache()
+    expected = pack(after, Rows.MASK)
+    packer = MaskPacker(expected.query_lens, expected.key_lens, Rows.MASK, "cpu")
+    for _ in range(2):
+        assert torch.equal(packer.bits(after), expected.bits)
 
 
 def test_sizes_are_asserted() -> None:

@@ -42,6 +42,7 @@ class Launch:
         environment: variables to add to this process's own.
         threads: ``OMP_NUM_THREADS`` of the server.
         quick: add the flags that make a CPU server start fast and stay small (fp32, 2048-token context).
+        left_out: quick flags not to add.
     """
 
     model: Path
@@ -49,13 +50,14 @@ class Launch:
     environment: Mapping[str, str] = field(default_factory=dict)
     threads: int = 1
     quick: bool = True
+    left_out: tuple[str, ...] = ()
 
     def command(self, port: int) -> list[str]:
         """Return the argument vector for ``port``; a flag given in ``flags`` wins over the quick ones."""
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(self.model), "--port", str(port)]
         if self.quick:
             for flag, value in _QUICK_FLAGS:
-                if flag not in self.flags:
+                if flag not in (*self.flags, *self.left_out):
                     command += [flag] if value is None else [flag, value]
         return [*command, *self.flags]
 

@@ -111,10 +111,15 @@ def pack(layout: BlockLayout, rows: Rows) -> PackedMask:
     byte_ptr = torch.tensor(pointer, dtype=torch.int32).to(device, non_blocking=True)
     sizes = torch.tensor([query_lens, key_lens], dtype=torch.int64).to(device, non_blocking=True)
     bits = torch.empty(pointer[-1], dtype=torch.uint8, device=device)
-    for start in range(0, pointer[-1], CHUNK_BYTES):
-        stop = min(start + CHUNK_BYTES, pointer[-1])
-        bits[start:stop] = _pack_bytes(layout, rows, torch.arange(start, stop, device=device), byte_ptr, sizes)
+    fill_bits(layout, rows, bits, byte_ptr, sizes)
     return PackedMask(bits, byte_ptr, query_lens, key_lens)
+
+
+def fill_bits(layout: BlockLayout, rows: Rows, bits: Tensor, byte_ptr: Tensor, sizes: Tensor) -> None:
+    """Write packed bits ``[T]`` from sizes on the device: ``byte_ptr [B+1]`` int32, ``sizes [2, B]`` Q and S."""
+    for start in range(0, bits.numel(), CHUNK_BYTES):
+        stop = min(start + CHUNK_BYTES, bits.numel())
+        bits[start:stop] = _pack_bytes(layout, rows, torch.arange(start, stop, device=bits.device), byte_ptr, sizes)
 
 
 def _pack_bytes(layout: BlockLayout, rows: Rows, byte: Tensor, byte_ptr: Tensor, sizes: Tensor) -> Tensor:

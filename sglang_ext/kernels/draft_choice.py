@@ -12,6 +12,8 @@ from sglang_ext.kernels.language import jit, launch, power_of_two, tl
 
 BLOCK = 4096
 """Logits that a program reads at once."""
+WARPS = 8
+"""Of a program: at most sixteen numbers of each kind per thread."""
 
 
 def draft_choice(logits: Tensor, listed: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -74,6 +76,6 @@ def draft_choice_fused(logits: Tensor, listed: Tensor | None = None) -> tuple[Te
     count = flat.shape[1]
     launch(
         _choose, (flat.shape[0],), flat, listed, tokens, confidence, flat.stride(0), count,
-        LISTED=listed is not None, BLOCK=min(BLOCK, power_of_two(count)),
+        LISTED=listed is not None, BLOCK=min(BLOCK, power_of_two(count)), num_warps=WARPS,
     )  # fmt: skip
     return tokens, confidence

@@ -183,7 +183,7 @@ def compile_modules(variants: list[str]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Compile what was asked for; the exit status is 0 if all of it compiles."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--out", type=Path, required=True, help="folder for everything that is built")
     parser.add_argument(
         "--arch",

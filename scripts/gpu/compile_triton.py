@@ -57,9 +57,10 @@ def launches() -> list[Launch]:
 
     largest = mask_bytes.LARGEST_NARROW
     with noted() as found:
-        for ragged in (True, False):
-            for piece in make_pieces(Size(2, 300, 16, 16, 151_936), "cpu", 0, ragged):
-                piece.fused()
+        for size in (Size(2, 300, 16, 16, 151_936), Size(1, 40, 1, 1, 50)):
+            for ragged in (True, False):
+                for piece in make_pieces(size, "cpu", 0, ragged):
+                    piece.fused()
         layout = BlockLayout.ragged([9, 9], [3, 2], [3, 1], 4)
         for rows in Rows:
             for mask_bytes.LARGEST_NARROW in (largest, -1):
@@ -73,17 +74,21 @@ def launches() -> list[Launch]:
 def variant(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> str:
     """Name a specialisation by its constants and by the types of what is passed."""
     types, _ = signature(kernel, arguments, constants)
-    passed = "".join(f"{name}={kind} " for name, kind in types.items() if kind != "constexpr")
-    return passed + " ".join(f"{name}={value}" for name, value in constants.items())
+    passed = [f"{name}={kind}" for name, kind in types.items() if kind != "constexpr"]
+    ones = [f"{name}=1" for name, value in zip(kernel.arg_names, arguments) if type(value) is int and value == 1]
+    return " ".join([*passed, *ones, *(f"{name}={value}" for name, value in constants.items())])
 
 
 def signature(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> tuple[dict[str, str], dict]:
-    """Return argument types and constants the way the compiler takes them; absent tensors are constants."""
+    """Return argument types and constants the way the compiler is given them when a kernel is launched."""
     from triton.runtime.jit import mangle_type
 
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     given = dict(zip(kernel.arg_names, arguments)) | constants
-    fixed = constants | {name: None for name, value in given.items() if value is None}
+    # Absent tensors are constants, and so are numbers that happen to be 1.
+    fixed = constants | {
+        name: value for name, value in given.items() if value is None or (type(value) is int and value == 1)
+    }
     types = {name: "constexpr" if name in fixed else mangle_type(given[name]) for name in kernel.arg_names}
     return types, fixed
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 #: Part -> seconds it may take, in the order they run.
-PARTS = {"environment": 60, "kernels": 120, "graphs": 100, "engine": 170, "steps": 260}
+PARTS = {"environment": 60, "kernels": 120, "graphs": 100, "pieces": 60, "engine": 170, "steps": 260}
 """With kernels compiled before; the first run on a machine compiles them (``--slack``)."""
 DRY_SLACK = 5
 """A dry run may be on a slow or busy machine."""
@@ -68,6 +68,8 @@ def supervise(part: str, limit: float, out: Path, dry: bool) -> dict[str, Any]:
         command.append("--dry-run")
     # FlashInfer looks for ninja and nvcc on the path, which a venv that was not activated is not on.
     environ = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    if dry and part == "pieces":
+        environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported
     if not dry and "CUDA_HOME" not in environ and shutil.which("nvcc") is None:
         from compile_kernels import find_cuda
 

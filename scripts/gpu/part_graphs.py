@@ -6,12 +6,12 @@ import itertools
 
 import torch
 from cases import Case
-from forms import CANDIDATES, SERVED, Run, mask_form
+from forms import CANDIDATES, SERVED, mask_form
+from replay import replay_time
 from setting import Rows, Setting
 
 from sglang_ext.serving.attention.flashinfer_calls import HeadShape, Kernels
 
-REPLAYS = 30
 LARGEST_POOL = 300_000
 """Tokens; larger cells are left out, as their pool alone would fill the device."""
 
@@ -33,28 +33,7 @@ def run(setting: Setting, rows: Rows) -> None:
             row = {"context": context, "batch": batch, "groups": groups, "form": form}
             try:
                 call = mask_form(form, case, kernels)
-                rows.add(**row, us=None if setting.dry else _time(call), ok=bool(call().isfinite().all()))
+                rows.add(**row, us=None if setting.dry else replay_time(call), ok=bool(call().isfinite().all()))
             except Exception as problem:  # a form that cannot be captured must not hide the others
                 rows.add(**row, ok=False, error=f"{type(problem).__name__}: {problem}"[:300])
         del case
-
-
-def _time(call: Run) -> float:
-    """Capture one call and return the mean time of a replay in microseconds."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    graph.replay()
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(REPLAYS):
-        graph.replay()
-    stop.record()
-    torch.cuda.synchronize()
-    return round(start.elapsed_time(stop) / REPLAYS * 1000, 2)

@@ -15,7 +15,7 @@ from cases import Case
 from torch import Tensor
 
 from sglang_ext.core.mask_bits import Rows, mask_lengths
-from sglang_ext.serving.attention.flashinfer import row_numbers, slots_of
+from sglang_ext.kernels.pool_slots import row_numbers, slots_of
 from sglang_ext.serving.attention.flashinfer_calls import BACKEND, LAYOUT, HeadShape, pointer
 
 NAME = "SeenIntervals"

@@ -111,9 +111,7 @@ def pack(layout: BlockLayout, rows: Rows) -> PackedMask:
     byte_ptr = torch.tensor(pointer, dtype=torch.int32).to(device, non_blocking=True)
     sizes = torch.tensor([query_lens, key_lens], dtype=torch.int64).to(device, non_blocking=True)
     bits = torch.empty(pointer[-1], dtype=torch.uint8, device=device)
-    for start in range(0, pointer[-1], CHUNK_BYTES):
-        stop = min(start + CHUNK_BYTES, pointer[-1])
-        bits[start:stop] = _pack_bytes(layout, rows, torch.arange(start, stop, device=device), byte_ptr, sizes)
+    fill_bits(layout, rows, bits, byte_ptr, sizes)
     return PackedMask(bits, byte_ptr, query_lens, key_lens)
 
 
@@ -131,13 +129,22 @@ class MaskPacker:
     ) -> None:
         pointer = packed_bytes(query_lens, key_lens)
         self._rows = rows
-        self._byte = torch.arange(pointer[-1], device=device)
+        self._total = pointer[-1]
         self._byte_ptr = torch.tensor(pointer, dtype=torch.int32, device=device)
         self._sizes = torch.tensor([query_lens, key_lens], dtype=torch.int64, device=device)
 
     def bits(self, layout: BlockLayout) -> Tensor:
         """Return the ``[T]`` uint8 bits that :func:`pack` gives for a layout of these lengths."""
-        return _pack_bytes(layout, self._rows, self._byte, self._byte_ptr, self._sizes)
+        found = torch.empty(self._total, dtype=torch.uint8, device=self._byte_ptr.device)
+        fill_bits(layout, self._rows, found, self._byte_ptr, self._sizes)
+        return found
+
+
+def fill_bits(layout: BlockLayout, rows: Rows, bits: Tensor, byte_ptr: Tensor, sizes: Tensor) -> None:
+    """Write packed bits ``[T]`` from sizes on the device: ``byte_ptr [B+1]`` int32, ``sizes [2, B]`` Q and S."""
+    for start in range(0, bits.numel(), CHUNK_BYTES):
+        stop = min(start + CHUNK_BYTES, bits.numel())
+        bits[start:stop] = _pack_bytes(layout, rows, torch.arange(start, stop, device=bits.device), byte_ptr, sizes)
 
 
 def _pack_bytes(layout: BlockLayout, rows: Rows, byte: Tensor, byte_ptr: Tensor, sizes: Tensor) -> Tensor:

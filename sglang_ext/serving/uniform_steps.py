@@ -22,7 +22,7 @@ from sglang_ext.core.block import BlockLayout
 from sglang_ext.core.pass_sizes import RowForecast, row_sizes, smallest_at_least
 from sglang_ext.core.prune import PruneConfig, verify_lengths
 from sglang_ext.core.schedule import Mode
-from sglang_ext.serving.attention.flashinfer import slots_of
+from sglang_ext.kernels.pool_slots import slots_of
 from sglang_ext.serving.drafters.base import Context, DraftBlock, LogitsDrafter
 from sglang_ext.serving.graphs.draft_graph import DraftOutput, surviving_group
 from sglang_ext.serving.graphs.store import GraphStore

@@ -16,7 +16,7 @@ from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_m
 from torch import Tensor
 
 from sglang_ext.core.block import BlockLayout
-from sglang_ext.serving.attention.flashinfer import slots_of
+from sglang_ext.kernels.pool_slots import slots_of
 from sglang_ext.serving.device import CPU
 from sglang_ext.serving.graphs.store import GraphStore
 from sglang_ext.serving.pass_size import PassSize

@@ -49,7 +49,7 @@ def test_the_dry_run_goes_from_end_to_end(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     results = json.loads((tmp_path / "results.json").read_text())
     assert [(result["part"], result["ended"]) for result in results] == [
-        (part, "ok") for part in ("environment", "kernels", "graphs", "engine", "steps")
+        (part, "ok") for part in ("environment", "kernels", "graphs", "pieces", "engine", "steps")
     ]
     rows = {result["part"]: result["rows"] for result in results}
     checked = {row["check"].split(" 64 ")[0].split(" 128 ")[0] for row in rows["kernels"]}
@@ -57,6 +57,10 @@ def test_the_dry_run_goes_from_end_to_end(tmp_path: Path) -> None:
     assert checked == forms | {"tree merged", "tree masked", "verify chain", "verify tree"}
     assert all(row["ok"] for row in rows["kernels"])
     assert {row["form"] for row in rows["graphs"]} == {"merged", "masked", "groups"}
+    assert {row["piece"] for row in rows["pieces"]} == {
+        "slots of committed tokens", "places of rows in flight", "mask over everything", "mask over rows in flight",
+        "greedy acceptance", "draft choice",
+    }  # fmt: skip
     assert {row["server"] for row in rows["engine"] if "flexdraft" in row["server"]}
     assert rows["steps"][-1]["by_accept_length"]["4"] == 2.0
     for part in rows:

@@ -27,8 +27,8 @@ from sglang_ext.serving.attention.flashinfer_graph import GraphedRows, GraphRoom
 from sglang_ext.serving.attention.flashinfer_twin import TwinLibrary
 from sglang_ext.serving.attention.harness import AttentionShape, Harness
 from sglang_ext.serving.graphs.store import pass_sizes
+from sglang_ext.serving.graphs.tape import CaptureError, TapeRecorder
 from sglang_ext.serving.pass_size import PassSize
-from sglang_ext.testing.tape import CaptureError, TapeRecorder
 
 GQA = AttentionShape(heads=6, kv_heads=2, head_dim=16, dtype=torch.float32)
 SHAPE = HeadShape(GQA.heads, GQA.kv_heads, GQA.head_dim, GQA.head_dim**-0.5, GQA.dtype, GQA.dtype)

@@ -18,10 +18,11 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ROOMS: dict[str, set[str]] = {
     "__init__": set(),
     "core": {"core"},
+    "kernels": {"core", "kernels"},
     "models": {"core", "models"},
     "targets": {"core", "models", "targets"},
     "testing": {"core", "models", "targets", "testing"},
-    "serving": {"core", "models", "testing", "serving"},
+    "serving": {"core", "kernels", "models", "testing", "serving"},
     "training": {"core", "models", "targets", "training"},
     "bench": {"core", "models", "targets", "testing", "serving", "doctor", "bench"},
     "ablation": {"core", "models", "training", "bench", "ablation"},
@@ -33,6 +34,7 @@ ROOMS: dict[str, set[str]] = {
 THIRD_PARTY: dict[str, set[str]] = {
     "__init__": set(),
     "core": {"torch"},
+    "kernels": {"torch", "triton"},
     "models": {"torch", "transformers", "safetensors"},
     "targets": {"torch", "transformers", "safetensors", "gguf", "huggingface_hub", "httpx"},
     "doctor": {"torch"},
@@ -40,6 +42,8 @@ THIRD_PARTY: dict[str, set[str]] = {
 }
 #: The adapter, and the entry points the host calls, which must work when the adapter cannot be imported.
 MAY_IMPORT_SGLANG = {"serving", "plugin"}
+#: Fused pieces have a room of their own; elsewhere only what FlashInfer or SGLang bring along is called.
+MAY_IMPORT_TRITON = {"kernels"}
 #: Files that may read environment variables: those the system or the host defines, never options of ours.
 MAY_READ_ENVIRONMENT = {
     "targets/cache.py",  # XDG_CACHE_HOME
@@ -86,6 +90,8 @@ def test_imports_follow_the_table(source: tuple[Path, ast.Module]) -> None:
             assert rest.startswith("__") or rest.split(".")[0] in ROOMS[room], where
         elif top == "sglang":
             assert room in MAY_IMPORT_SGLANG, where
+        elif top == "triton":
+            assert room in MAY_IMPORT_TRITON, where
         elif top not in sys.stdlib_module_names and room in THIRD_PARTY:
             assert top in THIRD_PARTY[room], where
 

@@ -118,6 +118,15 @@ def test_committed_tokens_are_seen_by_every_mask_row_of_a_real_group(case: Case)
         assert mask[:real, : layout.host_committed[i]].all()
 
 
+@LAWS
+@given(case=cases(60), rows=st.sampled_from(list(Rows)), cached=st.booleans())
+def test_no_row_sees_nothing(case: Case, rows: Rows, cached: bool) -> None:
+    """Softmax over nothing is undefined: every row, real or only carried along, sees itself or a token before it."""
+    layout = case.layout if cached else case.layout.without_cache()
+    for mask in unpacked(pack(layout, rows)):
+        assert mask.any(-1).all()
+
+
 @pytest.mark.parametrize("length", [*range(1, 41), 63, 64, 65, 127, 128, 199, 200])
 def test_every_length_against_one_row_at_a_time(length: int) -> None:
     """Written from the definition, a pair at a time, for a parallel pass of 3 rows, 2 groups and blocks of 5."""

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from sglang_ext.core.block import BlockLayout
 from sglang_ext.core.mask_bits import PackedMask, Rows, mask_lengths, pack, packed_bytes
+from sglang_ext.kernels.pool_slots import PackedRows, inline_places, slots_of
 from sglang_ext.serving.attention.flashinfer_calls import (
     HeadShape,
     Kernels,
@@ -31,35 +32,10 @@ from sglang_ext.serving.attention.flashinfer_calls import (
     PagedCall,
     RaggedCall,
     apply_sinks,
-    pointer,
 )
 
 KEPT_TAIL_MASKS = 64
 """Tail masks kept; one per combination of row counts, a few hundred bytes each."""
-
-
-def row_numbers(lengths: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return request and column ``[sum(lengths)]`` int64 of packed rows, computed on the device."""
-    ptr = pointer(lengths).to(device, non_blocking=True)
-    row = torch.arange(sum(lengths), device=device)
-    request = torch.searchsorted(ptr[1:], row, right=True)
-    return request, row - ptr[request]
-
-
-def slots_of(table: Tensor, requests: Tensor, first: Tensor | None, lengths: Sequence[int]) -> Tensor:
-    """Return ``[sum(lengths)]`` int32 pool slots of each request's tokens from position ``first`` on.
-
-    Args:
-        table: the host's slot table ``[requests, positions]``.
-        requests: ``[B]`` rows of it.
-        first: ``[B]`` first position, None for 0.
-        lengths: tokens per request.
-    """
-    request, column = row_numbers(lengths, table.device)
-    if first is not None:
-        # Rows that are only carried along may lie past the table; what they read is seen by no real row.
-        column = (column + first[request]).clamp_max(table.shape[1] - 1)
-    return table[requests[request], column].to(torch.int32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,13 +59,8 @@ class InlineKeys:
     ) -> InlineKeys:
         """Lay out ``pooled`` rows from position ``first`` on and ``own`` mask rows, per request."""
         lengths = tuple(p + o for p, o in zip(pooled, own, strict=True))
-        start = pointer(lengths).to(table.device, non_blocking=True)
-        behind = start[:-1] + torch.tensor(pooled, dtype=torch.int32).to(table.device, non_blocking=True)
-        places = []
-        for base, counts in ((start, pooled), (behind, own)):
-            request, column = row_numbers(counts, table.device)
-            places.append(base[request] + column)
-        return cls(slots_of(table, requests, first, pooled).long(), places[0], places[1], lengths)
+        places = inline_places(table, requests, first, PackedRows.of(pooled, own, table.device))
+        return cls(places.slots, places.pooled_at, places.own_at, lengths)
 
     def fill(self, pool: Tensor, own: Tensor, scale: float | None) -> Tensor:
         """Return ``[sum(S), Hk, D]`` in the dtype of ``own [N, Hk, D]``; pooled rows are multiplied by ``scale``."""

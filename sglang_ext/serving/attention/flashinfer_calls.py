@@ -183,8 +183,15 @@ class _UniformPlans:
             )
         return self._module.plan(*args[:-1], self._rows)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+    @property
+    def paged_run(self) -> Any:
+        """The module's call over pages."""
+        return self._module.paged_run
+
+    @property
+    def ragged_run(self) -> Any:
+        """The module's call over packed keys."""
+        return self._module.ragged_run
 
 
 def with_uniform_rows(wrapper: type, rows: int) -> type:

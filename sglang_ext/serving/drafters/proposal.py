@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sglang_ext.core.sampling import sample, target_probs
+from sglang_ext.kernels.draft_choice import draft_choice
 from sglang_ext.serving.drafters.base import Context, DraftBlock
 
 
@@ -23,12 +24,8 @@ def block_from_logits(
         top_m: M under rejection sampling, None to draft greedily.
         listed: ``[R]`` int64 ids of the tokens that can be proposed; None means that places are ids.
     """
-    top, best = logits.max(-1)
-    tokens = best if listed is None else listed[best]
-    confidence = (top - logits.logsumexp(-1)).exp()
     # The drafter's numbers may overflow; a NaN must cost acceptance, never correctness.
-    tokens = torch.where(confidence.isnan(), -1, tokens)
-    confidence = confidence.nan_to_num(0.0)
+    tokens, confidence = draft_choice(logits, listed)
     if context is None or context.sampling is None or top_m is None:
         return DraftBlock(tokens, confidence)
     return _sampled(logits, confidence, tokens, context, top_m, listed)

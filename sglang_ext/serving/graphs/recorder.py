@@ -2,7 +2,7 @@
 
 What is captured must read its inputs from tensors that stay where they are, must not read anything back, and leaves its
 results in the tensors it returned when it was captured. :class:`CudaRecorder` makes CUDA graphs; tests have one that
-keeps torch operations instead (:mod:`sglang_ext.testing.tape`) and obeys the same rules.
+keeps torch operations instead (:mod:`sglang_ext.serving.graphs.tape`) and obeys the same rules.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ _kernels: list[Any] = []
 
 def gpu_ways(device: str, attention_backend: str) -> DeviceWays:
     """Stand in for :func:`sglang_ext.serving.device.ways_of`."""
-    from sglang_ext.testing.tape import TapeRecorder
+    from sglang_ext.serving.graphs.tape import TapeRecorder
 
     return DeviceWays(reads_back=False, overlaps=True, kernels=twin_kernels, recorder=TapeRecorder, torch_attends=False)
 

@@ -15,13 +15,18 @@ LOWEST_USEFUL_RATE = 0.01
 
 
 class AcceptanceWatch:
-    """Counts proposed and accepted drafts until it has seen enough to judge, then stays silent or warns once."""
+    """Counts proposed and accepted drafts until it has seen enough to judge, then stays silent or warns once.
 
-    def __init__(self, plan: SpecPlan) -> None:
+    Args:
+        plan: of the server.
+        asleep: whether another process of the same server watches.
+    """
+
+    def __init__(self, plan: SpecPlan, *, asleep: bool = False) -> None:
         self._plan = plan
         self._proposed = 0
         self._accepted = 0
-        self._judged = False
+        self._judged = asleep
 
     def add(self, proposed: int, accepted: Tensor) -> None:
         """Count one step; ``accepted [B]`` is read on the host only while judging."""

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from sglang_ext.core.accept import Accepted
 from sglang_ext.core.block import BlockLayout
-from sglang_ext.core.pace import Pace
 from sglang_ext.core.prune import verify_lengths
 from sglang_ext.core.schedule import Mode
 from sglang_ext.serving import server_info, slot_rows
@@ -33,6 +32,7 @@ from sglang_ext.serving.algorithm import plan_from_args
 from sglang_ext.serving.draft_state import DraftState
 from sglang_ext.serving.drafters.base import Context, DraftBlock
 from sglang_ext.serving.drafters.build import build_drafter
+from sglang_ext.serving.parallel import agree, host_ranks, make_pace
 from sglang_ext.serving.profile import StepProfile
 from sglang_ext.serving.requests import RequestStep, drafts_after_prefill, read_requests, request_options
 from sglang_ext.serving.sampling import accept_step, adjust_logits, sampling_params
@@ -76,13 +76,15 @@ class SpecWorker(BaseSpecWorker):
         self._rule = self.plan.options.accept_rule()
         self.profile = StepProfile(self.plan.options.profile, self.device)
         self.profile.watch(self._runner.model.logits_processor, "target head")
-        self._drafter = build_drafter(self.plan, self._runner, self.profile)
+        self._ranks = host_ranks()
+        self._drafter = build_drafter(self.plan, self._runner, self.profile, self._ranks)
         if self.device != "cpu":
             from sglang_ext.serving.attention.gpu import install_verification
 
             install_verification(self._runner)
-        self.pace = Pace(self.plan.options.mode_policy(), self._drafter.can_join, self.plan.options.adaptive)
-        self._watch = AcceptanceWatch(self.plan)
+        options = self.plan.options
+        self.pace = make_pace(self._ranks, options.mode_policy(), self._drafter.can_join, options.adaptive)
+        self._watch = AcceptanceWatch(self.plan, asleep=self._ranks.rank > 0)
         server_info.install()
         slot_rows.install()
         self._generator = torch.Generator(device=self.device).manual_seed(args.random_seed)
@@ -196,6 +198,7 @@ class SpecWorker(BaseSpecWorker):
                 self._rule,
                 self._generator,
             )
+            accepted = agree(self._ranks, accepted)
         with self.profile.section("context"):
             self._drafter.observe_commit(step.layout, accepted.lengths)
         lengths = batch.seq_lens + (accepted.lengths + 1).to(batch.seq_lens.dtype)

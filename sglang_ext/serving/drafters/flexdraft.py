@@ -10,7 +10,9 @@ from sglang_ext.core.block import BlockLayout
 from sglang_ext.serving.attention.mask_rows import MaskAttention
 from sglang_ext.serving.drafters.base import Context, DraftBlock, Drafter
 from sglang_ext.serving.drafters.flexdraft_weights import FlexDraftWeights
-from sglang_ext.serving.drafters.proposal import block_from_logits
+from sglang_ext.serving.drafters.proposal import propose_from_logits
+from sglang_ext.serving.drafters.vocabulary import VocabularyShard
+from sglang_ext.serving.parallel import Ranks
 from sglang_ext.serving.profile import StepProfile
 from sglang_ext.serving.target_walk import TargetWalk
 from sglang_ext.serving.verify_input import MaskRows
@@ -26,6 +28,7 @@ class FlexDraftDrafter(Drafter):
         block_size: K at run time, at most the trained one.
         top_m: stored width of the draft distribution under rejection sampling; ``None`` drafts greedily.
         profile: where the time of the drafter's head is charged.
+        ranks: the processes that share the target.
     """
 
     can_join = True
@@ -38,6 +41,7 @@ class FlexDraftDrafter(Drafter):
         block_size: int,
         top_m: int | None,
         profile: StepProfile,
+        ranks: Ranks | None = None,
     ) -> None:
         self._profile = profile
         self._weights = weights
@@ -45,7 +49,11 @@ class FlexDraftDrafter(Drafter):
         self._walk = TargetWalk(model_runner, weights, attention)
         self._embed = model_runner.model.model.embed_tokens
         # The host pads the head's rows; the calibrator knows the real vocabulary only.
-        weights.share_head(model_runner.model.lm_head.weight[: model_runner.model_config.vocab_size])
+        head, vocab_size = model_runner.model.lm_head.weight, model_runner.model_config.vocab_size
+        self._vocabulary = VocabularyShard(
+            Ranks() if ranks is None else ranks, vocab_size, head.shape[0], weights.draft_tokens
+        )
+        weights.share_head(head, self._vocabulary)
         self._block = block_size
         self._top_m = top_m
         # Rows past the last trained position only ever follow a finished request; keep their rotary look-up in range.
@@ -72,4 +80,4 @@ class FlexDraftDrafter(Drafter):
         embedding = self._embed(context.bonus)
         with self._profile.section("draft head"):
             logits = self._weights.calibrated_logits(mask_hidden[:, 1:], embedding).float()
-        return block_from_logits(logits, context, self._top_m, self._weights.draft_tokens)
+        return propose_from_logits(logits, context, self._top_m, self._vocabulary)

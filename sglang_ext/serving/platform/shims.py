@@ -7,14 +7,17 @@ hook and one patched tensor method. All of them are in place only where :class:`
 from __future__ import annotations
 
 import functools
+import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sglang_ext.serving.platform import seeded_sampling
-from sglang_ext.serving.platform.activation import BACKEND_NAME
+from sglang_ext.serving.platform.activation import BACKEND_NAME, threads_are_bound
 
+THREADS_HOOK = "sglang.srt.utils.numa_utils.init_threads_binding"
 REQ_TO_TOKEN_HOOK = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
 
 
@@ -47,6 +50,21 @@ def block_cache_locs(
     """Return the slots ``[B * draft_token_num]`` (int64) of each request's next positions from ``start_offset`` on."""
     columns = start_offset.long()[:, None] + torch.arange(draft_token_num)
     return req_to_token[req_pool_indices.long()[:, None], columns].long().view(-1)
+
+
+def share_cpus(stock: Callable[..., str], *, numa_index: int, world_size: int) -> str:
+    """Return the CPUs of one process of a server, comma-separated (hook around the host's own choice).
+
+    The host wants a memory node for every process and refuses to start where there are fewer. Then the CPUs this server
+    may use are dealt out instead; processes beyond their number share them.
+    """
+    from sglang.srt.utils.common import get_cpu_ids_by_node
+
+    if threads_are_bound() or world_size <= len(get_cpu_ids_by_node()):
+        return stock(numa_index=numa_index, world_size=world_size)
+    cpus = sorted(os.sched_getaffinity(0))
+    own = cpus[numa_index::world_size] or [cpus[numa_index % len(cpus)]]
+    return ",".join(map(str, own))
 
 
 def make_attention_backend(model_runner: Any) -> Any:
@@ -83,6 +101,7 @@ def install_worker_shims() -> None:
     allow_draft_backend()
     _tolerate_record_stream()
     HookRegistry.register(REQ_TO_TOKEN_HOOK, write_request_slots, HookType.REPLACE)
+    HookRegistry.register(THREADS_HOOK, share_cpus, HookType.AROUND)
     HookRegistry.register(seeded_sampling.SAMPLE_HOOK, seeded_sampling.multinomial_with_seed, HookType.REPLACE)
     HookRegistry.register(seeded_sampling.BATCH_INVARIANT_HOOK, seeded_sampling.keep_torch_kernels, HookType.REPLACE)
     if plugins._plugins_loaded:

@@ -84,6 +84,13 @@ def allow_draft_backend() -> None:
         choices.add_deterministic_attention_backend_choices([BACKEND_NAME])
 
 
+def hook_thread_binding() -> None:
+    """Let :func:`share_cpus` choose the CPUs of each process; the host asks before it imports anything of a model."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(THREADS_HOOK, share_cpus, HookType.AROUND)
+
+
 @functools.cache
 def install_worker_shims() -> None:
     """Put everything in place in a process that runs a model; other processes never import what it touches.
@@ -101,7 +108,6 @@ def install_worker_shims() -> None:
     allow_draft_backend()
     _tolerate_record_stream()
     HookRegistry.register(REQ_TO_TOKEN_HOOK, write_request_slots, HookType.REPLACE)
-    HookRegistry.register(THREADS_HOOK, share_cpus, HookType.AROUND)
     HookRegistry.register(seeded_sampling.SAMPLE_HOOK, seeded_sampling.multinomial_with_seed, HookType.REPLACE)
     HookRegistry.register(seeded_sampling.BATCH_INVARIANT_HOOK, seeded_sampling.keep_torch_kernels, HookType.REPLACE)
     if plugins._plugins_loaded:

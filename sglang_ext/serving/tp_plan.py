@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sglang_ext.models.families import target_shape
+from sglang_ext.models.families import integer
 from sglang_ext.models.files import read_json_object
 from sglang_ext.models.flexdraft import checkpoint
 from sglang_ext.models.tapped import checkpoint as tapped
@@ -22,8 +22,11 @@ def check_tp_size(plan: SpecPlan, model_path: str, tp_size: int) -> None:
         return
     target_config = Path(model_path) / "config.json"
     if target_config.is_file():  # a hub target is split by the host, which refuses in its own words
-        target = target_shape(read_json_object(target_config), str(target_config))
-        check_split(tp_size, f"the target {model_path}", target.num_attention_heads, target.num_key_value_heads)
+        raw, where = read_json_object(target_config), str(target_config)
+        heads = integer(raw, "num_attention_heads", where)
+        shared = raw.get("num_key_value_heads") is not None
+        kv_heads = integer(raw, "num_key_value_heads", where) if shared else heads
+        check_split(tp_size, f"the target {model_path}", heads, kv_heads)
     if plan.drafter_path is None:
         return
     whose = f"the drafter {plan.drafter_path}"

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from sglang_ext.models.flexdraft import checkpoint
 from sglang_ext.models.weights import DRAFT_TOKENS
 from sglang_ext.testing.laws import assert_identities, assert_idle, assert_records
-from sglang_ext.testing.server import Launch, Reply, Request, Server, Starter, run_until_exit
+from sglang_ext.testing.server import Launch, Reply, Request, Server, ServerError, Starter, run_until_exit
 from sglang_ext.testing.speculators import MODES
 from sglang_ext.testing.tapped_drafters import untrained_tapped_drafter
 from tests.unit.tiny import VOCABULARY, drafter_config, random_tensors, target_config, write_target
@@ -47,12 +47,18 @@ class Family:
 @pytest.fixture(scope="module")
 def families(starter: Starter, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
     """Everything the servers of a target said, asked for once."""
-    known: dict[str, Family] = {}
+    known: dict[str, Family | Exception] = {}
 
     def family(name: str) -> Family:
         if name not in known:
-            known[name] = Family(_ask_servers(starter, tmp_path_factory.mktemp(name), name))
-        return known[name]
+            try:
+                known[name] = Family(_ask_servers(starter, tmp_path_factory.mktemp(name), name))
+            except (AssertionError, ServerError) as error:
+                known[name] = error  # a server that did not start once will not start for the next test either
+        found = known[name]
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     return family
 

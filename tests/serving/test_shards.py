@@ -326,3 +326,9 @@ def test_cpus_are_dealt_out_where_nodes_are_few(monkeypatch):
     ]
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
     assert shims.share_cpus(stock, numa_index=0, world_size=many) == "stock"
+
+
+def test_heads_are_not_padded_for_several_ranks():
+    config, padded = object(), object()
+    assert shims.keep_heads(lambda *args: padded, config, None, 2) is config
+    assert shims.keep_heads(lambda *args: padded, config, None, 1) is padded

@@ -1,7 +1,7 @@
 """Torch bodies for the few Triton or CUDA helpers that every speculative algorithm calls, and their installation.
 
-Three of the five go through public seams of the host (platform methods, the attention registry); the others are one
-hook and one patched tensor method. All of them are in place only where :class:`~.cpu.SglangExtCpuPlatform` is active.
+Three go through public seams of the host (platform methods, the attention registry); the others are hooks and one
+patched tensor method. All of them are in place only where :class:`~.cpu.SglangExtCpuPlatform` is active.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from sglang_ext.serving.platform import seeded_sampling
 from sglang_ext.serving.platform.activation import BACKEND_NAME, threads_are_bound
 
+PADDING_HOOK = "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp"
 THREADS_HOOK = "sglang.srt.utils.numa_utils.init_threads_binding"
 REQ_TO_TOKEN_HOOK = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
 
@@ -67,6 +68,15 @@ def share_cpus(stock: Callable[..., str], *, numa_index: int, world_size: int) -
     return ",".join(map(str, own))
 
 
+def keep_heads(stock: Callable[..., Any], model_config: Any, load_config: Any, tp_size: int) -> Any:
+    """Return a target's config as it is (hook around the host's own choice).
+
+    The host pads the heads of a target that do not divide by ``--tp-size`` on a CPU. Its loader fills the padding with
+    its own CPU kernels only; here key/value heads are repeated instead, as on a GPU.
+    """
+    return stock(model_config, load_config, tp_size) if tp_size == 1 else model_config
+
+
 def make_attention_backend(model_runner: Any) -> Any:
     """Factory the host calls for ``--attention-backend torch_native``."""
     from sglang_ext.serving.attention.sdpa import SdpaBackend
@@ -108,6 +118,7 @@ def install_worker_shims() -> None:
     allow_draft_backend()
     _tolerate_record_stream()
     HookRegistry.register(REQ_TO_TOKEN_HOOK, write_request_slots, HookType.REPLACE)
+    HookRegistry.register(PADDING_HOOK, keep_heads, HookType.AROUND)
     HookRegistry.register(seeded_sampling.SAMPLE_HOOK, seeded_sampling.multinomial_with_seed, HookType.REPLACE)
     HookRegistry.register(seeded_sampling.BATCH_INVARIANT_HOOK, seeded_sampling.keep_torch_kernels, HookType.REPLACE)
     if plugins._plugins_loaded:

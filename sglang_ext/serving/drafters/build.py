@@ -74,7 +74,7 @@ def _build_flexdraft(plan: SpecPlan, model_runner: Any, profile: StepProfile, ra
             dtype=model_runner.dtype,
             kv_dtype=model_runner.kv_cache_dtype,
         )
-    return FlexDraftDrafter(model_runner, weights, attention, plan.block_size, plan.options.draft_width, profile, ranks)
+    return FlexDraftDrafter(model_runner, weights, attention, plan.block_size, plan.options.draft_width, profile)
 
 
 def _build_dflare(plan: SpecPlan, model_runner: Any, profile: StepProfile, ranks: Ranks) -> Drafter:

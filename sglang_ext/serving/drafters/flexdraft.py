@@ -12,7 +12,6 @@ from sglang_ext.serving.drafters.base import Context, DraftBlock, Drafter
 from sglang_ext.serving.drafters.flexdraft_weights import FlexDraftWeights
 from sglang_ext.serving.drafters.proposal import propose_from_logits
 from sglang_ext.serving.drafters.vocabulary import VocabularyShard
-from sglang_ext.serving.parallel import Ranks
 from sglang_ext.serving.profile import StepProfile
 from sglang_ext.serving.target_walk import TargetWalk
 from sglang_ext.serving.verify_input import MaskRows
@@ -28,7 +27,6 @@ class FlexDraftDrafter(Drafter):
         block_size: K at run time, at most the trained one.
         top_m: stored width of the draft distribution under rejection sampling; ``None`` drafts greedily.
         profile: where the time of the drafter's head is charged.
-        ranks: the processes that share the target.
     """
 
     can_join = True
@@ -41,7 +39,6 @@ class FlexDraftDrafter(Drafter):
         block_size: int,
         top_m: int | None,
         profile: StepProfile,
-        ranks: Ranks | None = None,
     ) -> None:
         self._profile = profile
         self._weights = weights
@@ -50,9 +47,7 @@ class FlexDraftDrafter(Drafter):
         self._embed = model_runner.model.model.embed_tokens
         # The host pads the head's rows; the calibrator knows the real vocabulary only.
         head, vocab_size = model_runner.model.lm_head.weight, model_runner.model_config.vocab_size
-        self._vocabulary = VocabularyShard(
-            Ranks() if ranks is None else ranks, vocab_size, head.shape[0], weights.draft_tokens
-        )
+        self._vocabulary = VocabularyShard(weights.ranks, vocab_size, head.shape[0], weights.draft_tokens)
         weights.share_head(head, self._vocabulary)
         self._block = block_size
         self._top_m = top_m

@@ -52,10 +52,10 @@ class FlexDraftWeights:
         ranks: Ranks | None = None,
     ) -> None:
         config = checkpoint.config
-        ranks = Ranks() if ranks is None else ranks
+        self.ranks = Ranks() if ranks is None else ranks
         #: The heads of this rank.
         self.heads = HeadShard(
-            ranks.rank, ranks.size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+            self.ranks.rank, self.ranks.size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
         )
         listed = None
         if config.draft_vocab_size is not None:

@@ -29,9 +29,6 @@ class VocabularyShard:
         starts = torch.tensor([min(rank * head_rows, vocab_size) for rank in range(ranks.size)] + [vocab_size])
         self._first_id, self._last_id = int(starts[ranks.rank]), int(starts[ranks.rank + 1])
         bounds = starts if listed is None else torch.searchsorted(listed.cpu(), starts)
-        if ranks.size == 1:
-            # A head in one process may be padded, and has no second part to begin after it.
-            bounds = torch.tensor([0, vocab_size if listed is None else listed.numel()])
         #: Rank i has the places ``bounds[i]`` to ``bounds[i + 1] - 1`` among the R.
         self._bounds: list[int] = bounds.tolist()
 

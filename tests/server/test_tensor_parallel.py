@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from sglang_ext.models.flexdraft import checkpoint
 from sglang_ext.models.weights import DRAFT_TOKENS
 from sglang_ext.testing.laws import assert_identities, assert_idle, assert_records
+from sglang_ext.testing.mismatch import TOLERANCE
 from sglang_ext.testing.server import Launch, Reply, Request, Server, ServerError, Starter, run_until_exit
 from sglang_ext.testing.speculators import MODES
 from sglang_ext.testing.tapped_drafters import untrained_tapped_drafter
@@ -144,11 +145,27 @@ def _ask_drafting(server: Server, modes: Sequence[str]) -> Said:
         said[f"{mode}, sampled"] = server.generate_all(sampled)
         said[f"{mode}, sampled alone"] = server.generate_all(sampled, concurrency=1)
         said[f"{mode}, beside sampled"] = server.generate_all([*sampled, *(r.speculative(options) for r in GREEDY)])
+        scored = [Request(r.prompt, r.sampling, {"return_logprob": True}).speculative({"mode": mode}) for r in SAMPLED]
+        said[f"{mode}, scored"] = server.generate_all(scored)
+        server.flush()
+        said[f"{mode}, read back"] = server.generate_all(_read_back(said[f"{mode}, scored"]))
         said[f"{mode}, pruned"] = server.generate_all([request.speculative({"mode": mode}) for request in GREEDY])
     said["plain, sampled"] = server.generate_all([request.speculative({"mode": "plain"}) for request in SAMPLED])
     for turn in TURNS:
         said[f"auto {turn}"] = server.generate_all(GREEDY, concurrency=1 + 2 * turn)
     return said | _ask_steps(server)
+
+
+def _read_back(replies: Sequence[Reply]) -> list[Request]:
+    """Requests that read what was said as a prompt."""
+    return [
+        Request(
+            [*prompt, *reply.ids],
+            {"max_new_tokens": 1},
+            {"return_logprob": True, "logprob_start_len": len(prompt) - 1},
+        )
+        for prompt, reply in zip(PROMPTS, replies, strict=True)
+    ]
 
 
 def _ask_steps(server: Server) -> Said:
@@ -215,6 +232,17 @@ def test_sampled_requests_are_served(families: Callable[[str], Family], name: st
             assert reply.completion_tokens == 24 and all(0 <= token < VOCABULARY for token in reply.ids)
             assert_identities(reply, BLOCK)
     assert len({tuple(reply.ids) for reply in said[f"{mode}, sampled"]}) > 1
+
+
+@pytest.mark.parametrize(("name", "server", "mode"), DRAFTING)
+def test_ranks_agree_on_sampled_tokens(families: Callable[[str], Family], name: str, server: str, mode: str) -> None:
+    """Log-probabilities of a sampled text are those of reading it: a rank that took another token would spoil them."""
+    said = families(name).said[server]
+    for reply, read in zip(said[f"{mode}, scored"], said[f"{mode}, read back"], strict=True):
+        rows = reply.meta["output_token_logprobs"]
+        assert [row[1] for row in rows] == reply.ids
+        expected = [row[0] for row in read.meta["input_token_logprobs"][-len(rows) :]]
+        assert [row[0] for row in rows] == pytest.approx(expected, abs=TOLERANCE["float32"])
 
 
 @pytest.mark.parametrize("mode", MODES)

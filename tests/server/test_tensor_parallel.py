@@ -283,7 +283,7 @@ def test_heads_that_do_not_divide_are_refused(starter: Starter, tmp_path: Path) 
     """In one line, before anything is loaded."""
     target = write_target(tmp_path / "target", _target("llama"))
     drafter = _flexdraft("llama", target, tmp_path / "drafter", 7)
-    flags = (*_drafting("flexdraft", drafter), "--skip-tokenizer-init", "--tp-size", "3")
+    flags = (*_drafting("flexdraft", drafter), "--skip-tokenizer-init", "--context-length", "128", "--tp-size", "3")
     result = run_until_exit(Launch(target, flags, {}, starter.threads), starter.logs / "refused-tp.log")
     assert result.code != 0
     assert result.line("--tp-size 3", "4 attention heads"), result.output[-3000:]

@@ -117,6 +117,7 @@ def test_the_algorithm_checks_a_gpu_and_leaves_a_cpu_alone(monkeypatch: pytest.M
     spec = object.__new__(algorithm.PluginAlgorithm)
     object.__setattr__(spec, "name", "FLEXDRAFT")
     common = {"max_running_requests": None, "cuda_graph_config": default_cuda_graph_config()}
+    common |= {"model_path": "target", "tp_size": 1}
     on_gpu = SimpleNamespace(**GPU | common)
     spec.handle_server_args(on_gpu)
     assert on_gpu.cuda_graph_config.decode.backend == Backend.DISABLED

@@ -43,6 +43,7 @@ def _register() -> None:
         from sglang_ext.serving.platform import shims
 
         shims.allow_draft_backend()
+        shims.hook_thread_binding()
     from sglang_ext.serving import algorithm
 
     algorithm.register()

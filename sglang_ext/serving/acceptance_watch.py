@@ -19,13 +19,17 @@ class AcceptanceWatch:
     """Counts proposed and accepted drafts until it has seen enough to judge, then stays silent or warns once.
 
     Counts are kept on the device and read after 1, 2, 4, ... steps: a GPU is asked a dozen times at most.
+
+    Args:
+        plan: of the server.
+        asleep: whether another process of the same server watches.
     """
 
-    def __init__(self, plan: SpecPlan) -> None:
+    def __init__(self, plan: SpecPlan, *, asleep: bool = False) -> None:
         self._plan = plan
         self._totals: Tensor | None = None
         self._steps, self._next_look = 0, 1
-        self._judged = False
+        self._judged = asleep
 
     def add(self, proposed: Tensor, accepted: Tensor) -> None:
         """Count one step: drafts verified and accepted per request, both ``[B]``."""

@@ -18,6 +18,7 @@ from sglang_ext.models.tapped.checkpoint import load_config as load_tapped_confi
 from sglang_ext.serving import request_hooks, streamed_text
 from sglang_ext.serving.gpu_plan import apply_gpu_defaults, check_gpu_args, plan_graphs
 from sglang_ext.serving.plan import BLOCK_FLAG, SpecPlan, locate_drafter, resolve_plan
+from sglang_ext.serving.tp_plan import check_tp_size
 
 ALGORITHMS = ("FLEXDRAFT", "DFLARE", "SCRIPTED")
 ALIAS_HOOK = "sglang.srt.arg_groups.speculative_hook._resolve_speculative_algorithm_alias"
@@ -71,6 +72,7 @@ class PluginAlgorithm(CustomSpecAlgo):
         from sglang_ext.serving.device import CPU, ways_of
 
         plan = plan_from_args(self.name, server_args)
+        check_tp_size(plan, server_args.model_path, server_args.tp_size)
         server_args.speculative_num_draft_tokens = plan.block_size
         server_args.speculative_num_steps = 1
         server_args.speculative_eagle_topk = 1
@@ -119,7 +121,7 @@ def _unsupported(args: Any) -> list[tuple[str, bool, str]]:
     drop = "leave the flag out"
     return [
         ("--pp-size", args.pp_size != 1, "use --pp-size 1"),
-        ("--tp-size", args.tp_size != 1, "use --tp-size 1"),
+        *_other_splits(args),
         ("--dp-size", args.dp_size != 1, "run one server per replica behind a router"),
         ("--tokenizer-worker-num", args.tokenizer_worker_num != 1, "use --tokenizer-worker-num 1"),
         ("--enable-dp-attention", bool(args.enable_dp_attention), drop),
@@ -147,6 +149,17 @@ def _unsupported(args: Any) -> list[tuple[str, bool, str]]:
         ("--speculative-draft-window-size", args.speculative_draft_window_size is not None, drop),
         ("--speculative-dflash-block-size", args.speculative_dflash_block_size is not None, f"use {BLOCK_FLAG}"),
     ]  # fmt: skip
+
+
+def _other_splits(args: Any) -> list[tuple[str, bool, str]]:
+    """Ways of sharing rows or keys among the ranks of ``--tp-size`` that mask rows and drafters know nothing of."""
+    given = {
+        "--dcp-size": args.dcp_size != 1,
+        "--attn-cp-size": args.attn_cp_size != 1,
+        "--enable-layernorm-sp": args.enable_layernorm_sp,
+        "--enable-attn-tp-input-scattered": args.enable_attn_tp_input_scattered,
+    }
+    return [(flag, bool(on), "leave the flag out") for flag, on in given.items()]
 
 
 def _without_own_pool(args: Any) -> list[tuple[str, bool, str]]:

@@ -24,9 +24,14 @@ from sglang_ext.serving.verify_input import ChainVerifyInput, MaskRows
 
 
 class _PassState:
-    """The fields of a forward batch that the layer boundaries read, for a pass without clean rows."""
+    """The fields of a forward batch that the layer boundaries read, for a pass without clean rows.
 
-    def __init__(self) -> None:
+    Under ``--tp-size`` they count ``input_ids``, one per row, to choose how sums over the ranks are done.
+    """
+
+    def __init__(self, row_per_id: Tensor) -> None:
+        self.input_ids = row_per_id
+        self.can_run_tbo = False
         self.residual_stream: Any = None
         self.forward_mode = ForwardMode.TARGET_VERIFY
         self.moe_num_token_non_padded = None
@@ -54,7 +59,7 @@ class TargetWalk:
     @torch.no_grad()
     def mask_pass(self, mask: MaskRows) -> Tensor:
         """Run mask rows alone through the deep layers (sequential mode); return final hidden states ``[N, H]``."""
-        state = _PassState()
+        state = _PassState(mask.positions)
         residual_batch.start(state)
         hidden = self._weights.mask_embedding.expand(mask.positions.numel(), -1).contiguous()
         hidden, state.residual_stream = ResidualStream.from_handoff(hidden, torch.zeros_like(hidden), PLAIN_ADD)

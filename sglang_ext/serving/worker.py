@@ -20,7 +20,6 @@ from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 from torch import Tensor
 
 from sglang_ext.core.accept import Accepted
-from sglang_ext.core.pace import Pace
 from sglang_ext.serving import server_info, slot_rows
 from sglang_ext.serving.acceptance_watch import AcceptanceWatch
 from sglang_ext.serving.algorithm import plan_from_args
@@ -30,6 +29,7 @@ from sglang_ext.serving.draft_state import DraftState
 from sglang_ext.serving.drafters.build import build_drafter
 from sglang_ext.serving.gpu_plan import graph_batches
 from sglang_ext.serving.graphs.store import capture_passes
+from sglang_ext.serving.parallel import agree, host_ranks, make_pace
 from sglang_ext.serving.profile import StepProfile
 from sglang_ext.serving.ragged_steps import RaggedSteps
 from sglang_ext.serving.requests import drafts_after_prefill, request_options
@@ -59,13 +59,15 @@ class SpecWorker(BaseSpecWorker):
         self._rule = self.plan.options.accept_rule()
         self.profile = StepProfile(self.plan.options.profile, self.device)
         self.profile.watch(self._runner.model.logits_processor, "target head")
-        self._drafter = build_drafter(self.plan, self._runner, self.profile, self._ways)
+        self._ranks = host_ranks()
+        self._drafter = build_drafter(self.plan, self._runner, self.profile, self._ways, self._ranks)
         if self._ways.kernels is not None:
             from sglang_ext.serving.attention import flashinfer_verify
 
             flashinfer_verify.install(self._ways.kernels(self._runner))
-        self.pace = Pace(self.plan.options.mode_policy(), self._drafter.can_join, self.plan.options.adaptive)
-        self._watch = AcceptanceWatch(self.plan)
+        options = self.plan.options
+        self.pace = make_pace(self._ranks, options.mode_policy(), self._drafter.can_join, options.adaptive)
+        self._watch = AcceptanceWatch(self.plan, asleep=self._ranks.rank > 0)
         server_info.install()
         slot_rows.install()
         self._started = time.perf_counter()
@@ -193,6 +195,7 @@ class SpecWorker(BaseSpecWorker):
                 self._rule,
                 self._generator,
             )
+            accepted = agree(self._ranks, accepted)
         self._steps.commit(step, verify_input, accepted)
         lengths = batch.seq_lens + (accepted.lengths + 1).to(batch.seq_lens.dtype)
         if batch.return_logprob:

@@ -43,6 +43,7 @@ MORE_SERVERS = (
     "test_seeds",
     "test_small_families",
     "test_long_blocks",
+    "test_tensor_parallel",
     "test_dflare",
     "test_gpt_oss",
     "test_unusual_flags",

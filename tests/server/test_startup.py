@@ -203,7 +203,6 @@ def test_unknown_tensor(sound: Path, damaged: Make) -> None:
     ("flag", "value"),
     [
         ("pp_size", 2),
-        ("tp_size", 2),
         ("dp_size", 2),
         ("enable_dp_attention", True),
         ("disaggregation_mode", "prefill"),

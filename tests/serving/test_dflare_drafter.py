@@ -30,6 +30,7 @@ from sglang_ext.serving.drafters.base import Context
 from sglang_ext.serving.drafters.dflare import DFlareDrafter
 from sglang_ext.serving.drafters.dflare_attention import _PoolView, block_attention
 from sglang_ext.serving.drafters.dflare_weights import DFlareWeights
+from sglang_ext.serving.parallel import Ranks
 from sglang_ext.serving.profile import StepProfile
 from sglang_ext.serving.taps import Taps
 from tests.unit.tiny import LAYERS, VOCABULARY, hf_model, target_config
@@ -89,7 +90,10 @@ def tensors(shapes, random: torch.Generator) -> dict[str, torch.Tensor]:
 class Bench:
     """A drafter over a pool of its own, with requests at random slots."""
 
-    def __init__(self, drafter, weights, lengths: list[int], seed: int, target: Target | None = None) -> None:
+    def __init__(
+        self, drafter, weights, lengths: list[int], seed: int, target: Target | None = None, ranks: Ranks | None = None
+    ) -> None:
+        ranks = Ranks() if ranks is None else ranks
         depth, block = drafter.num_layers, drafter.block_size
         self.random = torch.Generator().manual_seed(seed)
         self.lengths, self.block = lengths, block
@@ -108,6 +112,10 @@ class Bench:
         if target is not None:
             embedding.weight.copy_(target.embedding)
             head.weight.copy_(target.head)
+        per_rank = -(-VOCABULARY // ranks.size)
+        head.weight = torch.nn.Parameter(head.weight[ranks.rank * per_rank :][:per_rank])
+        if ranks.rank == ranks.size - 1:  # the host pads the last rank's rows to the length of the others
+            head.weight = torch.nn.Parameter(torch.cat([head.weight, head.weight[:1]] * per_rank)[:per_rank])
         model = SimpleNamespace(model=SimpleNamespace(embed_tokens=embedding), lm_head=head)
         self.runner = SimpleNamespace(
             device="cpu",
@@ -117,8 +125,9 @@ class Bench:
             token_to_kv_pool=SimpleNamespace(),
         )
         self.runner.attn_backend = SdpaBackend(self.runner)
-        self.pool = DrafterPool(depth, KV_HEADS, HEAD_DIM, torch.float32, "cpu")
-        self.weights = DFlareWeights(drafter, weights, torch.float32, "cpu", rope_tables(drafter, CONTEXT))
+        self.weights = DFlareWeights(drafter, weights, torch.float32, "cpu", rope_tables(drafter, CONTEXT), ranks)
+        kv_heads = self.weights.heads.own_kv_heads
+        self.pool = DrafterPool(depth, kv_heads, HEAD_DIM, torch.float32, "cpu")
         self.taps = Source()
         self.mask = weights["mask_embedding"]
         attention = block_attention(self.runner, self.pool)
@@ -134,7 +143,7 @@ class Bench:
             StepProfile(False, "cpu"),
         )
         self.drafter.allocate(slots + 1)
-        self.pool.write(torch.arange(slots + 1), *torch.full((2, depth, slots + 1, KV_HEADS, HEAD_DIM), 300.0))
+        self.pool.write(torch.arange(slots + 1), *torch.full((2, depth, slots + 1, kv_heads, HEAD_DIM), 300.0))
         self.bonus = torch.randint(VOCABULARY, (len(lengths),), generator=self.random)
 
     def read(self, request: int, states: list[torch.Tensor], start: int, stop: int) -> None:

@@ -138,6 +138,8 @@ def test_the_algorithm_checks_a_gpu_and_leaves_a_cpu_alone(monkeypatch: pytest.M
     spec = object.__new__(algorithm.PluginAlgorithm)
     object.__setattr__(spec, "name", "FLEXDRAFT")
     common = {
+        "model_path": "target",
+        "tp_size": 1,
         "max_running_requests": None,
         "cuda_graph_config": default_cuda_graph_config(),
         "cuda_graph_bs_decode": None,

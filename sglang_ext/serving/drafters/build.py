@@ -11,20 +11,21 @@ from sglang_ext.core.refusal import Refusal
 from sglang_ext.models.flexdraft import checkpoint
 from sglang_ext.models.tapped import checkpoint as tapped
 from sglang_ext.serving.drafters.base import Drafter
+from sglang_ext.serving.parallel import Ranks
 from sglang_ext.serving.plan import DRAFTER_FLAG, SpecPlan, check_tapped_target, check_taps
 from sglang_ext.serving.profile import StepProfile
 
 if TYPE_CHECKING:
-    from sglang_ext.models.tapped.config import TappedConfig
     from sglang_ext.serving.attention.mask_rows import MaskAttention
     from sglang_ext.serving.device import DeviceWays
     from sglang_ext.serving.drafter_pool import DrafterPool
+    from sglang_ext.serving.drafters.sharding import HeadShard
 
 SUPPORTED_TARGETS = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 
 
-def build_drafter(plan: SpecPlan, model_runner: Any, profile: StepProfile, ways: DeviceWays) -> Drafter:
-    """Return the drafter of ``plan`` for the loaded target.
+def build_drafter(plan: SpecPlan, model_runner: Any, profile: StepProfile, ways: DeviceWays, ranks: Ranks) -> Drafter:
+    """Return the drafter of ``plan`` for the loaded target, or this rank's part of it.
 
     Raises:
         Refusal: the drafter does not fit the target, or the target's family is not supported.
@@ -32,7 +33,7 @@ def build_drafter(plan: SpecPlan, model_runner: Any, profile: StepProfile, ways:
     architecture = type(model_runner.model).__name__
     if plan.algorithm == "DFLARE":
         check_tapped_target(architecture)
-        return _build_dflare(plan, model_runner, profile, ways)
+        return _build_dflare(plan, model_runner, profile, ways, ranks)
     if architecture not in SUPPORTED_TARGETS:
         raise Refusal(
             f"the target's architecture is {architecture}",
@@ -43,10 +44,12 @@ def build_drafter(plan: SpecPlan, model_runner: Any, profile: StepProfile, ways:
         from sglang_ext.serving.drafters.scripted import ScriptedDrafter
 
         return ScriptedDrafter(plan.block_size, model_runner.model_config.vocab_size, model_runner.device)
-    return _build_flexdraft(plan, model_runner, profile, ways)
+    return _build_flexdraft(plan, model_runner, profile, ways, ranks)
 
 
-def _build_flexdraft(plan: SpecPlan, model_runner: Any, profile: StepProfile, ways: DeviceWays) -> Drafter:
+def _build_flexdraft(
+    plan: SpecPlan, model_runner: Any, profile: StepProfile, ways: DeviceWays, ranks: Ranks
+) -> Drafter:
     from sglang_ext.serving.attention.inline import SdpaMaskRows
     from sglang_ext.serving.drafters.flexdraft import FlexDraftDrafter
     from sglang_ext.serving.drafters.flexdraft_weights import FlexDraftWeights
@@ -55,7 +58,7 @@ def _build_flexdraft(plan: SpecPlan, model_runner: Any, profile: StepProfile, wa
     loaded = checkpoint.load(Path(plan.drafter_path))
     hf_config = model_runner.model_config.hf_config
     checkpoint.validate_against_target(loaded.config, hf_config.to_dict(), None, DRAFTER_FLAG)
-    weights = FlexDraftWeights(loaded, model_runner.dtype, model_runner.device, hf_config.rms_norm_eps)
+    weights = FlexDraftWeights(loaded, model_runner.dtype, model_runner.device, hf_config.rms_norm_eps, ranks)
     attention: MaskAttention
     if ways.torch_attends:
         attention = SdpaMaskRows(model_runner)
@@ -68,8 +71,8 @@ def _build_flexdraft(plan: SpecPlan, model_runner: Any, profile: StepProfile, wa
             kernels=ways.kernels_of(model_runner),
             backend=backend_name(model_runner),
             form=plan.options.gpu_attention,
-            heads=loaded.config.num_attention_heads,
-            kv_heads=loaded.config.num_key_value_heads,
+            heads=weights.heads.own_heads,
+            kv_heads=weights.heads.own_kv_heads,
             head_dim=loaded.config.head_dim,
             dtype=model_runner.dtype,
             kv_dtype=model_runner.kv_cache_dtype,
@@ -77,7 +80,7 @@ def _build_flexdraft(plan: SpecPlan, model_runner: Any, profile: StepProfile, wa
     return FlexDraftDrafter(model_runner, weights, attention, plan.block_size, plan.options.draft_width, profile)
 
 
-def _build_dflare(plan: SpecPlan, model_runner: Any, profile: StepProfile, ways: DeviceWays) -> Drafter:
+def _build_dflare(plan: SpecPlan, model_runner: Any, profile: StepProfile, ways: DeviceWays, ranks: Ranks) -> Drafter:
     from sglang_ext.models.tapped.rope import rope_tables
     from sglang_ext.serving import drafter_pool
     from sglang_ext.serving.drafters.dflare import DFlareDrafter
@@ -97,8 +100,9 @@ def _build_dflare(plan: SpecPlan, model_runner: Any, profile: StepProfile, ways:
         )
     dtype, device = model_runner.dtype, model_runner.device
     rope = rope_tables(config, model_runner.model_config.context_len)
-    weights = DFlareWeights(config, loaded.tensors, dtype, device, rope)
-    pool = drafter_pool.DrafterPool(config.num_layers, config.num_key_value_heads, config.head_dim, dtype, device)
+    weights = DFlareWeights(config, loaded.tensors, dtype, device, rope, ranks)
+    heads = weights.heads
+    pool = drafter_pool.DrafterPool(config.num_layers, heads.own_kv_heads, heads.head_dim, dtype, device)
     drafter_pool.charge(pool.bytes_per_token)
     if config.mask_token_id is None:
         mask = loaded.tensors["mask_embedding"].to(device=device, dtype=dtype)
@@ -109,7 +113,7 @@ def _build_dflare(plan: SpecPlan, model_runner: Any, profile: StepProfile, ways:
         weights,
         TapRecorder(model_runner.model, config.target_layer_ids, DRAFTER_FLAG),
         pool,
-        _block_attention(plan, model_runner, pool, config, ways),
+        _block_attention(plan, model_runner, pool, heads, ways),
         mask.detach().clone(),
         plan.block_size,
         plan.options.draft_width,
@@ -119,7 +123,7 @@ def _build_dflare(plan: SpecPlan, model_runner: Any, profile: StepProfile, ways:
 
 
 def _block_attention(
-    plan: SpecPlan, model_runner: Any, pool: DrafterPool, config: TappedConfig, ways: DeviceWays
+    plan: SpecPlan, model_runner: Any, pool: DrafterPool, heads: HeadShard, ways: DeviceWays
 ) -> MaskAttention:
     """Attention of a drafter's blocks over its own pool."""
     from sglang_ext.serving.attention.gpu import backend_name, gpu_mask_attention
@@ -131,9 +135,9 @@ def _block_attention(
             kernels=ways.kernels_of(model_runner),
             backend=backend_name(model_runner),
             form=plan.options.gpu_attention,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
+            heads=heads.own_heads,
+            kv_heads=heads.own_kv_heads,
+            head_dim=heads.head_dim,
             dtype=model_runner.dtype,
             kv_dtype=model_runner.dtype,
         )

@@ -20,7 +20,8 @@ from sglang_ext.serving.attention.mask_rows import MaskAttention
 from sglang_ext.serving.drafter_pool import DrafterPool
 from sglang_ext.serving.drafters.base import Context, DraftBlock, LogitsDrafter
 from sglang_ext.serving.drafters.dflare_weights import DFlareWeights
-from sglang_ext.serving.drafters.proposal import block_from_logits
+from sglang_ext.serving.drafters.proposal import propose_from_logits
+from sglang_ext.serving.drafters.vocabulary import VocabularyShard
 from sglang_ext.serving.profile import StepProfile
 from sglang_ext.serving.taps import TapRecorder, Taps
 from sglang_ext.serving.verify_input import MaskRows
@@ -76,16 +77,16 @@ class DFlareDrafter(LogitsDrafter):
         self._profile = profile
         self._embed = model_runner.model.model.embed_tokens
         # The host may pad the head's rows.
-        head = model_runner.model.lm_head.weight[: model_runner.model_config.vocab_size]
-        self._listed = weights.draft_tokens
-        self._head = head if self._listed is None else head[self._listed].contiguous()
+        head, vocab_size = model_runner.model.lm_head.weight, model_runner.model_config.vocab_size
+        self._vocabulary = VocabularyShard(weights.ranks, vocab_size, head.shape[0], weights.draft_tokens)
+        self._head = self._vocabulary.head(head)
         # Rows past the last position only ever follow a finished request; keep their rotary look-up in range.
         self._last_position = model_runner.model_config.context_len - 1
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the drafter's layers, fusion and rotary tables."""
-        own_head = 0 if self._listed is None else self._head.nbytes
+        own_head = 0 if self._vocabulary.listed is None else self._head.nbytes
         return self._weights.bytes + self._mask_embedding.nbytes + own_head
 
     @property
@@ -128,10 +129,10 @@ class DFlareDrafter(LogitsDrafter):
 
     def block(self, logits: Tensor, context: Context | None) -> DraftBlock:
         """See :meth:`LogitsDrafter.block`."""
-        return block_from_logits(logits, context, self._top_m, self._listed)
+        return propose_from_logits(logits, context, self._top_m, self._vocabulary)
 
     def block_logits(self, context: Context) -> Tensor:
-        """Return float32 logits ``[B, K-1, R]`` of slots 1..K-1 over the R tokens that can be proposed."""
+        """Return float32 logits ``[B, K-1, r]`` of slots 1..K-1 over this rank's r tokens that can be proposed."""
         return self.logits_alone(context.bonus, self._planned(context))
 
     def block_hidden(self, context: Context) -> Tensor:

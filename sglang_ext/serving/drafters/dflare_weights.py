@@ -4,8 +4,11 @@ The two methods differ in how taps become the context of a layer. DFlare weighs 
 them with matrices of their own; DFlash fuses them once for all layers and projects them with the block's matrices.
 Which of the two a checkpoint means is told by its tensors alone.
 
-Shape legend: D drafter layers, T taps, N tokens or rows, H hidden, Hq query heads, Hk key/value heads, Dh head size,
-B requests, K block size, V vocabulary.
+Under ``--tp-size`` a rank holds its own heads and its own share of the feed-forward parts; two sums over the ranks per
+layer make block rows whole again. Fusion is done whole on every rank, keys and values of context for its own heads.
+
+Shape legend: D drafter layers, T taps, N tokens or rows, H hidden, Hq query heads and Hk key/value heads of this rank,
+Dh head size, B requests, K block size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from sglang_ext.models.dflash.config import FUSION_MATRIX
 from sglang_ext.models.tapped.config import TappedConfig
 from sglang_ext.models.target import apply_rope, rms_norm
 from sglang_ext.models.weights import DRAFT_TOKENS
+from sglang_ext.serving.drafters.sharding import HeadShard, own_part
+from sglang_ext.serving.parallel import Ranks
 
 CONTEXT_CHUNK = 2048
 """Tokens fused and projected at once: bounds the fp32 copies of their taps."""
@@ -63,6 +68,7 @@ class DFlareWeights:
         dtype: the target's compute dtype.
         device: the target's device.
         rope: cosines and sines ``[P, Dh]`` of every position a row may sit at.
+        ranks: the processes that share the target.
     """
 
     def __init__(
@@ -72,14 +78,24 @@ class DFlareWeights:
         dtype: torch.dtype,
         device: torch.device | str,
         rope: tuple[Tensor, Tensor],
+        ranks: Ranks | None = None,
     ) -> None:
-        held = {name: tensor.to(device=device, dtype=dtype) for name, tensor in tensors.items() if name != DRAFT_TOKENS}
+        self.ranks = Ranks() if ranks is None else ranks
+        #: The heads of this rank.
+        self.heads = HeadShard(
+            self.ranks.rank, self.ranks.size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        )
+        held = {
+            name: tensor.to(device=device, dtype=dtype)
+            for name, tensor in own_part(tensors, self.heads).items()
+            if name != DRAFT_TOKENS
+        }
         #: ``[R]`` int64 ids of the tokens that can be proposed; None means all.
         self.draft_tokens: Tensor | None = None
         if DRAFT_TOKENS in tensors:
             self.draft_tokens = tensors[DRAFT_TOKENS].to(device=device, dtype=torch.int64)
         self._depth = config.num_layers
-        self._heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        self._heads = (self.heads.own_heads, self.heads.own_kv_heads, config.head_dim)
         self._eps = config.rms_norm_eps
         self._cos, self._sin = (table.to(device=device, dtype=dtype) for table in rope)
         self._alpha: Tensor | None = None
@@ -163,9 +179,9 @@ class DFlareWeights:
     def finish(self, index: int, hidden: Tensor, attended: Tensor) -> Tensor:
         """Return the layer's output ``[N, H]`` from its input and its attention output ``[N, Hq * Dh]``."""
         layer = self._layers[index]
-        hidden = hidden + F.linear(attended, layer.out)
+        hidden = hidden + self.ranks.total(F.linear(attended, layer.out))
         gate, up = F.linear(rms_norm(hidden, layer.post_norm, self._eps), layer.gate_up).chunk(2, dim=-1)
-        return hidden + F.linear(F.silu(gate) * up, layer.down)
+        return hidden + self.ranks.total(F.linear(F.silu(gate) * up, layer.down))
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """Return ``hidden [..., H]`` as the LM head takes it."""

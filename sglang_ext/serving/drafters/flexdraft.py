@@ -10,7 +10,8 @@ from sglang_ext.core.block import BlockLayout
 from sglang_ext.serving.attention.mask_rows import MaskAttention
 from sglang_ext.serving.drafters.base import Context, DraftBlock, LogitsDrafter
 from sglang_ext.serving.drafters.flexdraft_weights import FlexDraftWeights
-from sglang_ext.serving.drafters.proposal import block_from_logits
+from sglang_ext.serving.drafters.proposal import propose_from_logits
+from sglang_ext.serving.drafters.vocabulary import VocabularyShard
 from sglang_ext.serving.profile import StepProfile
 from sglang_ext.serving.target_walk import TargetWalk
 from sglang_ext.serving.verify_input import MaskRows
@@ -45,7 +46,9 @@ class FlexDraftDrafter(LogitsDrafter):
         self._walk = TargetWalk(model_runner, weights, attention)
         self._embed = model_runner.model.model.embed_tokens
         # The host pads the head's rows; the calibrator knows the real vocabulary only.
-        weights.share_head(model_runner.model.lm_head.weight[: model_runner.model_config.vocab_size])
+        head, vocab_size = model_runner.model.lm_head.weight, model_runner.model_config.vocab_size
+        self._vocabulary = VocabularyShard(weights.ranks, vocab_size, head.shape[0], weights.draft_tokens)
+        weights.share_head(head, self._vocabulary)
         self._block = block_size
         self._top_m = top_m
         # Rows past the last trained position only ever follow a finished request; keep their rotary look-up in range.
@@ -90,4 +93,4 @@ class FlexDraftDrafter(LogitsDrafter):
 
     def block(self, logits: Tensor, context: Context | None) -> DraftBlock:
         """See :meth:`LogitsDrafter.block`."""
-        return block_from_logits(logits, context, self._top_m, self._weights.draft_tokens)
+        return propose_from_logits(logits, context, self._top_m, self._vocabulary)

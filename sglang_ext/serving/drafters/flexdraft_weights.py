@@ -1,7 +1,9 @@
 """FlexDraft's weights as the server holds them: second attention projections, mask embedding, calibrator.
 
-Shape legend: N mask rows, B requests, K block size, H hidden, V vocabulary,
-R tokens that can be proposed.
+Under ``--tp-size`` a rank holds its own heads of the projections and its own vocabulary rows of the calibrator.
+
+Shape legend: N mask rows, B requests, K block size, H hidden, V vocabulary, r tokens that can be proposed, those of
+this rank.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ from torch import Tensor
 
 from sglang_ext.models.flexdraft.checkpoint import Checkpoint
 from sglang_ext.models.weights import DRAFT_TOKENS
+from sglang_ext.serving.drafters.sharding import HeadShard, own_part
+from sglang_ext.serving.drafters.vocabulary import VocabularyShard
+from sglang_ext.serving.parallel import Ranks
 
 
 class _Layer:
@@ -35,16 +40,29 @@ class FlexDraftWeights:
         dtype: the target's compute dtype.
         device: the target's device.
         norm_eps: epsilon of the target's RMS norms (used by q/k norms).
+        ranks: the processes that share the target; each keeps its own heads.
     """
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str, norm_eps: float) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        norm_eps: float,
+        ranks: Ranks | None = None,
+    ) -> None:
         config = checkpoint.config
+        self.ranks = Ranks() if ranks is None else ranks
+        #: The heads of this rank.
+        self.heads = HeadShard(
+            self.ranks.rank, self.ranks.size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        )
         listed = None
         if config.draft_vocab_size is not None:
             listed = checkpoint.tensors[DRAFT_TOKENS].to(device=device, dtype=torch.int64)
         tensors = {
             name: tensor.to(device=device, dtype=dtype)
-            for name, tensor in checkpoint.tensors.items()
+            for name, tensor in own_part(checkpoint.tensors, self.heads).items()
             if name != DRAFT_TOKENS
         }
         #: ``[R]`` int64 ids of the tokens that can be proposed; None means all.
@@ -62,8 +80,6 @@ class FlexDraftWeights:
             self._bias_in = tensors["anchor_bias_mlp.0.bias"]
             self._weight_out = tensors["anchor_bias_mlp.2.weight"]
             self._bias_out = tensors["anchor_bias_mlp.2.bias"]
-            if listed is not None and config.calibrator == "vocabulary":
-                self._weight_out, self._bias_out = self._weight_out[listed], self._bias_out[listed]
 
     @property
     def bytes(self) -> int:
@@ -97,12 +113,15 @@ class FlexDraftWeights:
         """Apply the second output projection of one layer to attention outputs ``[N, heads * D]``."""
         return F.linear(rows, self._layers[layer_id - self.split].out)
 
-    def share_head(self, head: Tensor) -> None:
-        """Take the target's LM head ``[V, H]``: as it is, or a copy of the rows of the tokens that can be proposed."""
-        self._head = head if self.draft_tokens is None else head[self.draft_tokens].contiguous()
+    def share_head(self, head: Tensor, vocabulary: VocabularyShard) -> None:
+        """Take the target's LM head as this rank holds it, once: as it is, or a copy of the rows of tokens that can be
+        proposed; and keep those rows of the calibrator."""
+        self._head = vocabulary.head(head)
+        if self._calibrator_form == "vocabulary":
+            self._weight_out, self._bias_out = vocabulary.rows(self._weight_out), vocabulary.rows(self._bias_out)
 
     def calibrated_logits(self, hidden: Tensor, bonus_embedding: Tensor) -> Tensor:
-        """Return draft logits ``[B, K-1, R]`` over the tokens that can be proposed (FlexDraft section 1).
+        """Return draft logits ``[B, K-1, r]`` over this rank's tokens that can be proposed (FlexDraft section 1).
 
         Args:
             hidden: ``[B, K-1, H]`` final-normed hidden states of slots 1..K-1.

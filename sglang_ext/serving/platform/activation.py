@@ -52,6 +52,11 @@ def accelerator_present() -> bool:
     return torch.cuda.is_available() or torch.accelerator.is_available()
 
 
+def threads_are_bound() -> bool:
+    """True if the host was told by ``SGLANG_CPU_OMP_THREADS_BIND`` which CPUs each process takes."""
+    return bool(os.environ.get("SGLANG_CPU_OMP_THREADS_BIND"))
+
+
 def activate() -> str | None:
     """Return the platform class path if it should serve this machine, else None (the host's protocol)."""
     active = should_activate(

@@ -1,20 +1,24 @@
 """Torch bodies for the few Triton or CUDA helpers that every speculative algorithm calls, and their installation.
 
-Three of the five go through public seams of the host (platform methods, the attention registry); the others are one
-hook and one patched tensor method. All of them are in place only where :class:`~.cpu.SglangExtCpuPlatform` is active.
+Three go through public seams of the host (platform methods, the attention registry); the others are hooks and one
+patched tensor method. All of them are in place only where :class:`~.cpu.SglangExtCpuPlatform` is active.
 """
 
 from __future__ import annotations
 
 import functools
+import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sglang_ext.serving.platform import seeded_sampling
-from sglang_ext.serving.platform.activation import BACKEND_NAME
+from sglang_ext.serving.platform.activation import BACKEND_NAME, threads_are_bound
 
+PADDING_HOOK = "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp"
+THREADS_HOOK = "sglang.srt.utils.numa_utils.init_threads_binding"
 REQ_TO_TOKEN_HOOK = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
 
 
@@ -49,6 +53,30 @@ def block_cache_locs(
     return req_to_token[req_pool_indices.long()[:, None], columns].long().view(-1)
 
 
+def share_cpus(stock: Callable[..., str], *, numa_index: int, world_size: int) -> str:
+    """Return the CPUs of one process of a server, comma-separated (hook around the host's own choice).
+
+    The host wants a memory node for every process and refuses to start where there are fewer. Then the CPUs this server
+    may use are dealt out instead; processes beyond their number share them.
+    """
+    from sglang.srt.utils.common import get_cpu_ids_by_node
+
+    if threads_are_bound() or world_size <= len(get_cpu_ids_by_node()):
+        return stock(numa_index=numa_index, world_size=world_size)
+    cpus = sorted(os.sched_getaffinity(0))
+    own = cpus[numa_index::world_size] or [cpus[numa_index % len(cpus)]]
+    return ",".join(map(str, own))
+
+
+def keep_heads(stock: Callable[..., Any], model_config: Any, load_config: Any, tp_size: int) -> Any:
+    """Return a target's config as it is (hook around the host's own choice).
+
+    The host pads the heads of a target that do not divide by ``--tp-size`` on a CPU. Its loader fills the padding with
+    its own CPU kernels only; here key/value heads are repeated instead, as on a GPU.
+    """
+    return stock(model_config, load_config, tp_size) if tp_size == 1 else model_config
+
+
 def make_attention_backend(model_runner: Any) -> Any:
     """Factory the host calls for ``--attention-backend torch_native``."""
     from sglang_ext.serving.attention.sdpa import SdpaBackend
@@ -64,6 +92,13 @@ def allow_draft_backend() -> None:
         choices.add_draft_attention_backend_choices([BACKEND_NAME])
     if BACKEND_NAME not in choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES:
         choices.add_deterministic_attention_backend_choices([BACKEND_NAME])
+
+
+def hook_thread_binding() -> None:
+    """Let :func:`share_cpus` choose the CPUs of each process; the host asks before it imports anything of a model."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(THREADS_HOOK, share_cpus, HookType.AROUND)
 
 
 @functools.cache
@@ -83,6 +118,7 @@ def install_worker_shims() -> None:
     allow_draft_backend()
     _tolerate_record_stream()
     HookRegistry.register(REQ_TO_TOKEN_HOOK, write_request_slots, HookType.REPLACE)
+    HookRegistry.register(PADDING_HOOK, keep_heads, HookType.AROUND)
     HookRegistry.register(seeded_sampling.SAMPLE_HOOK, seeded_sampling.multinomial_with_seed, HookType.REPLACE)
     HookRegistry.register(seeded_sampling.BATCH_INVARIANT_HOOK, seeded_sampling.keep_torch_kernels, HookType.REPLACE)
     if plugins._plugins_loaded:

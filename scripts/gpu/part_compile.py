@@ -1,7 +1,7 @@
 """Compiles what the later parts need, all of it side by side, so that none of them waits for a compiler.
 
 FlashInfer's modules are built unless the archive has them (``make_bundle.py --prebuilt``). SGLang compiles kernels of
-its own, and Triton ours, when a server first runs: servers of two layers, in the shapes that follow, see to that.
+its own, and Triton ours, when a server first runs: shallow servers, in the shapes that follow, see to that.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def plan(base: Path, setting: Setting) -> dict[str, Job]:
     if setting.dry:
         del shapes["8B"]  # gigabytes
     for size, (shape, rank) in shapes.items():
-        shallow = shape | {"num_hidden_layers": 2}
+        shallow = shape | {"num_hidden_layers": 4}
         target = write_target(base / size, shallow, weights=False)
         more: dict[str, Any] = {"load_format": "dummy", "context_length": 4096}
         for variant in PLAIN_VARIANTS:

@@ -139,11 +139,23 @@ def test_steps_are_timed_without_the_prefill_and_a_server_cut_short_keeps_what_i
     }  # fmt: skip
 
 
-def test_a_server_that_dies_takes_only_its_own_answers_with_it(script, tmp_path: Path) -> None:
+def test_a_server_that_dies_or_hangs_keeps_the_answers_it_gave(
+    script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     servers = script("servers")
-    outcome = servers.ask_one("no such argument", servers.Job({"no_such": 1}, []), tmp_path, 300)
-    assert outcome.answers == []
-    assert "no_such" in outcome.error
+    python = tmp_path / "python"
+    monkeypatch.setattr(servers.sys, "executable", str(python))
+    found = {}
+    for name, then in {"dies": "echo 'ValueError: no kernel'; exit 3", "hangs": "exec sleep 600"}.items():
+        python.write_text(
+            f"""#!/bin/sh\necho '{{"start_seconds": 1}}' > "$3"\necho '{{"name": "a"}}' >> "$3"\n{then}\n"""
+        )
+        python.chmod(0o755)
+        found |= servers.ask_all({name: servers.Job({}, [])}, tmp_path, at_once=2, limit=5)
+    assert {name: outcome.error for name, outcome in found.items()} == {
+        "dies": "exit 3: ValueError: no kernel", "hangs": "cut after 5 s",
+    }  # fmt: skip
+    assert all(outcome.start and outcome.answers == [{"name": "a"}] for outcome in found.values())
     servers.end_all(tmp_path)
     assert not (tmp_path / servers.PIDS).exists()
 

@@ -67,7 +67,7 @@ ON_GPU: dict[str, set[str]] = {"kernels": set(), "engine": {"sglang-kernel"}}
 """Distributions of a set that are only imported where there is a GPU."""
 LEFT_OUT = (
     "flashinfer/data/", "flashinfer/experimental/", "flashinfer/moe_ep/", "sglang/multimodal_gen/", "sglang/test/",
-    "sglang/srt/rust_extensions/", "sglang/benchmark/",
+    "sglang/benchmark/",
 )  # fmt: skip
 FLASHINFER_DATA = ("flashinfer/data/include/", "flashinfer/data/cccl/cub/cub/", "flashinfer/data/cccl/thrust/thrust/",
                    "flashinfer/data/cccl/libcudacxx/include/", "flashinfer/data/csrc/batch_prefill",

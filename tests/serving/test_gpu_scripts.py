@@ -226,6 +226,7 @@ def test_the_archive_has_what_flashinfer_needs_and_names_what_it_lacks(script, t
     assert not [name for name in names if "__pycache__" in name or name.startswith(("torch/", "flashinfer/moe_ep/"))]
     assert any("tvm-ffi" in name for name in bundle.missing), "its extension module depends on the Python version"
     assert any(name.startswith("flashinfer/data/cccl/libcudacxx/include/cuda/") for name in names), "to compile there"
+    assert make_bundle._wanted("sglang/srt/rust_extensions/torch_build.py", Path(__file__)), "a server's cache asks it"
     prebuilt = tmp_path / "modules" / "cached_ops" / "some_uri"
     prebuilt.mkdir(parents=True)
     (prebuilt / "some_uri.so").write_bytes(b"x")

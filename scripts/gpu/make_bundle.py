@@ -1,7 +1,7 @@
 """Packs everything that check.py needs into one archive for a GPU host without a network.
 
     python scripts/gpu/make_bundle.py --set kernels --out bundle.tar.xz --wheel tvm_ffi.whl
-    python scripts/gpu/make_bundle.py --set engine --out bundle.tar.xz --wheel ... --prebuilt DIR
+    python scripts/gpu/make_bundle.py --set engine --out bundle.tar.xz --wheel DIR --prebuilt DIR
 
 The host is expected to have torch, triton and transformers, and nvcc unless the kernels are prebuilt. On it:
 
@@ -9,7 +9,7 @@ The host is expected to have torch, triton and transformers, and nvcc unless the
 
 Files are taken from the environment this script runs in. A package with compiled parts is only right there if the host
 runs the same Python; otherwise give its wheel for the host's Python with --wheel, which takes precedence. What is
-missing is listed, and the exit status is then 1.
+missing is listed with the command that gets it, and the exit status is then 1. docs/gpu.md has the whole sequence.
 """
 
 from __future__ import annotations
@@ -36,17 +36,43 @@ LARGE_SOURCE = 200_000
 HOST = ("torch", "triton", "transformers", "accelerate")
 """Distributions a host has, with all they require."""
 
+
+@dataclass(frozen=True)
+class HostBound:
+    """A distribution that depends on more of the host than its Python, so it is only ever taken from a wheel."""
+
+    version: str
+    why: str
+
+
+HOST_BOUND = {"sglang-kernel": HostBound("0.4.5", "the one built for torch 2.11; another torch needs another one")}
+
+TOGETHER = frozenset({"pydantic", "pydantic-core", "annotated-types", "typing-inspection", "annotated-doc"})
+"""Distributions that go along even where a host's packages seem to require them: their versions must fit each other."""
+
+NOT_NEEDED = frozenset({
+    "brotli", "cffi", "cuda-core", "cuda-tile", "cython", "deepseek-recipe", "grpcio",
+    "mistral-common", "nvidia-cudnn-frontend", "openai-harmony", "outlines", "outlines-core", "playwright", "pycountry",
+    "pycryptodomex", "pyximport", "sgl-deep-ep", "sgl-deep-gemm", "sgl-flash-mla", "soundfile", "torchcodec",
+    "watchfiles", "zstandard",
+})  # fmt: skip
+"""Distributions that are imported where they are installed and done without where they are not."""
+
 SETS = {
     "kernels": ["flashinfer", "tvm_ffi"],
     "engine": ["flashinfer", "tvm_ffi", "sglang", "sglang.srt.entrypoints.engine", "sglang.srt.managers.scheduler",
                "sglang.srt.layers.attention.flashinfer_backend", "sglang.srt.models.qwen3"],
 }  # fmt: skip
+ON_GPU: dict[str, set[str]] = {"kernels": set(), "engine": {"sglang-kernel"}}
+"""Distributions of a set that are only imported where there is a GPU."""
 LEFT_OUT = (
     "flashinfer/data/", "flashinfer/experimental/", "flashinfer/moe_ep/", "sglang/multimodal_gen/", "sglang/test/",
-    "sglang/srt/rust_extensions/", "sglang/benchmark/",
+    "sglang/benchmark/",
 )  # fmt: skip
-FLASHINFER_DATA = ("flashinfer/data/include/", "flashinfer/data/csrc/batch_prefill", "flashinfer/data/csrc/cascade",
-                   "flashinfer/data/csrc/flashinfer_cascade", "flashinfer/data/csrc/tvm_ffi_utils.h",
+FLASHINFER_DATA = ("flashinfer/data/include/", "flashinfer/data/cccl/cub/cub/", "flashinfer/data/cccl/thrust/thrust/",
+                   "flashinfer/data/cccl/libcudacxx/include/", "flashinfer/data/csrc/batch_prefill",
+                   "flashinfer/data/csrc/cascade", "flashinfer/data/csrc/flashinfer_cascade",
+                   "flashinfer/data/csrc/tvm_ffi_utils.h",
                    "flashinfer/data/csrc/batch_attention_paged")  # fmt: skip
 SOURCES = (".py", ".json", ".cu", ".cuh", ".h", ".hpp", ".jinja", ".toml", ".txt", ".yaml", ".typed")
 TAGGED = re.compile(r"\.(cpython|pypy)[^/]*\.so$")
@@ -65,11 +91,11 @@ class Bundle:
 
     Attributes:
         files: archive name -> file here.
-        missing: what the host will lack, in words.
+        missing: ``NAME==VERSION`` -> why it must come from a wheel and does not.
     """
 
     files: dict[str, Path] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
 
     def add(self, name: str, file: Path) -> None:
         """Take a file; the first of a name stays."""
@@ -115,6 +141,13 @@ def add_project(bundle: Bundle) -> None:
                 bundle.add(name, file)
 
 
+def revision() -> str:
+    """Return the commit this is built from, with a mark if the working tree differs from it."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    return run.stdout.strip() or "unknown"
+
+
 def metadata_files(folder: Path) -> Iterator[tuple[str, Path]]:
     """Write what makes the host find our plugin without an installation."""
     sys.path.insert(0, str(ROOT))
@@ -122,6 +155,7 @@ def metadata_files(folder: Path) -> Iterator[tuple[str, Path]]:
 
     info = folder / f"sglang_flexdraft-{__version__}.dist-info"
     info.mkdir()
+    (info / "SOURCE").write_text(revision())
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang-flexdraft\nVersion: {__version__}\n")
     (info / "entry_points.txt").write_text(
         "[sglang.srt.plugins]\nsglang_ext = sglang_ext.plugin:register\n\n"
@@ -135,19 +169,20 @@ def add_wheel(bundle: Bundle, wheel: Path, folder: Path) -> str:
     """Add a wheel's files; return the distribution's normalised name."""
     target = folder / wheel.stem
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(target)
-    for file in sorted(target.rglob("*")):
-        name = file.relative_to(target).as_posix()
-        if file.is_file() and _wanted_of_wheel(name):
-            bundle.add(name, file)
+        for name in archive.namelist():
+            if not name.endswith("/") and _wanted_of_wheel(name):
+                # What a wheel keeps under NAME.data/purelib or platlib belongs beside its packages.
+                placed = re.sub(r"^[^/]+\.data/(purelib|platlib)/", "", name)
+                if ".data/" not in placed.split("/")[0] + "/":
+                    bundle.add(placed, Path(archive.extract(name, target)))
     return normal(wheel.name.split("-")[0])
 
 
 def _wanted_of_wheel(name: str) -> bool:
-    """Of the kernel package only what Hopper loads; of every other wheel all but test libraries."""
+    """Of the kernel package only what Hopper loads; of every other wheel all but what only builds need."""
     if name.startswith("sgl_kernel/") and name.endswith(".so"):
         return name == "sgl_kernel/sm90/common_ops.abi3.so"
-    return "_testing" not in name and not name.endswith((".pyx", ".pyi"))
+    return not name.endswith((".pyx", ".pyi", ".pxd", ".a"))
 
 
 def add_distribution(bundle: Bundle, dist: Distribution, loaded: set[str]) -> None:
@@ -158,7 +193,7 @@ def add_distribution(bundle: Bundle, dist: Distribution, loaded: set[str]) -> No
             continue
         if TAGGED.search(name):
             if str(file) in loaded:
-                bundle.missing.append(f"{dist.name}=={dist.version}: a wheel for the host's Python (has {file.name})")
+                bundle.missing[f"{dist.name}=={dist.version}"] = f"the one for the host's Python (here: {file.name})"
             continue
         if str(file) in loaded or _wanted(name, file):
             bundle.add(name, file)
@@ -170,8 +205,10 @@ def _wanted(name: str, file: Path) -> bool:
     if name.startswith(LEFT_OUT):
         return False
     if ".so" in name.rsplit("/", 1)[-1]:
-        return "_testing" not in name and file.stat().st_size < 30_000_000
-    return ".dist-info/" in name or (name.endswith(SOURCES) and file.stat().st_size <= LARGE_SOURCE)
+        return file.stat().st_size < 30_000_000
+    if ".dist-info/" in name:  # RECORD is how tvm_ffi finds a package's library
+        return name.endswith(("/METADATA", "/RECORD", "/entry_points.txt")) or "licens" in name.lower()
+    return name.endswith(SOURCES) and file.stat().st_size <= LARGE_SOURCE
 
 
 def add_prebuilt(bundle: Bundle, folder: Path) -> None:
@@ -180,22 +217,34 @@ def add_prebuilt(bundle: Bundle, folder: Path) -> None:
         bundle.add(f"flashinfer/data/aot/{library.stem}/{library.name}", library)
 
 
-def collect(chosen: str, wheels: list[Path], prebuilt: Path | None, scratch: Path) -> Bundle:
-    """Decide which files go into the archive."""
+def collect(chosen: str, wheels: list[Path], prebuilt: Path | None, scratch: Path, host: Iterable[str] = ()) -> Bundle:
+    """Decide which files go into the archive.
+
+    Args:
+        chosen: key of SETS.
+        wheels: for the host's Python.
+        prebuilt: folder with compiled FlashInfer modules.
+        scratch: folder for what is unpacked on the way.
+        host: distributions the host has besides HOST.
+    """
     bundle = Bundle()
     add_project(bundle)
     for name, file in metadata_files(scratch):
         bundle.add(name, file)
-    have = host_distributions() | {add_wheel(bundle, wheel, scratch) for wheel in wheels}
+    packed = {add_wheel(bundle, wheel, scratch) for wheel in wheels}
+    have = packed | (host_distributions() - TOGETHER) | {normal(name) for name in host} | NOT_NEEDED
     if prebuilt is not None:
         add_prebuilt(bundle, prebuilt)
     modules = traced(SETS[chosen])
     loaded = set(modules.values())
     owners = packages_distributions()
-    wanted = sorted({normal(owner) for name in modules for owner in owners.get(name.split(".")[0], [])} - have)
-    for name in wanted:
-        if name != "sglang-flexdraft":
-            add_distribution(bundle, distribution(name), loaded)
+    wanted = {normal(owner) for name in modules for owner in owners.get(name.split(".")[0], [])}
+    for name in sorted((wanted | ON_GPU[chosen]) - have - {"sglang-flexdraft"}):
+        dist = distribution(name)
+        if name in HOST_BOUND:
+            bundle.missing[f"{dist.name}=={HOST_BOUND[name].version}"] = HOST_BOUND[name].why
+        else:
+            add_distribution(bundle, dist, loaded)
     return bundle
 
 
@@ -207,23 +256,65 @@ def write(bundle: Bundle, out: Path, preset: int) -> float:
     return out.stat().st_size / 2**20
 
 
+def largest(bundle: Bundle, count: int = 8) -> list[str]:
+    """Name the packages with the most bytes, before compression."""
+    sizes: dict[str, int] = {}
+    for name, file in bundle.files.items():
+        top = name.split("/")[0]
+        sizes[top] = sizes.get(top, 0) + file.stat().st_size
+    ranked = sorted(sizes.items(), key=lambda entry: -entry[1])[:count]
+    return [f"{name} {size / 2**20:.1f}" for name, size in ranked]
+
+
+def wheels_in(paths: list[Path]) -> list[Path]:
+    """Return the wheels named, and those of the folders named.
+
+    Raises:
+        SystemExit: a path has no wheel.
+    """
+    found: list[Path] = []
+    for path in paths:
+        inside = sorted(path.glob("*.whl")) if path.is_dir() else [path] if path.suffix == ".whl" else []
+        if not inside or not all(wheel.exists() for wheel in inside):
+            raise SystemExit(f"--wheel {path}: not a wheel, nor a folder with wheels; get them with `pip download`")
+        found += inside
+    return found
+
+
+def download_command(missing: Iterable[str]) -> str:
+    """Say how to get wheels for Python 3.12 on x86-64 Linux; pip takes the platforms literally."""
+    platforms = [f"--platform manylinux_2_{minor}_x86_64" for minor in (34, 31, 28, 27, 26, 24, 17)]
+    platforms += [f"--platform manylinux{year}_x86_64" for year in (2014, 1)]
+    return (
+        "pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp "
+        + " ".join(platforms) + " -d wheels " + " ".join(sorted(missing))
+    )  # fmt: skip
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Build the archive; the exit status is 1 if it lacks something or is too large."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--set", choices=SETS, default="kernels", help="what to run on the host (default: %(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="archive to write (.tar.xz)")
     parser.add_argument(
-        "--wheel", type=Path, action="append", default=[], help="wheel for the host's Python (repeatable)"
+        "--wheel", type=Path, action="append", default=[], help="wheel for the host, or a folder of them (repeatable)"
     )
     parser.add_argument("--prebuilt", type=Path, help="folder with compiled FlashInfer modules (*.so)")
+    parser.add_argument(
+        "--host-has", nargs="+", default=[], metavar="NAME", help=f"distributions on the host beside {', '.join(HOST)}"
+    )
     parser.add_argument("--preset", type=int, default=6, help="0 (fast) to 9 (small) (default: %(default)s)")
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as scratch:
-        bundle = collect(args.set, args.wheel, args.prebuilt, Path(scratch))
+        bundle = collect(args.set, wheels_in(args.wheel), args.prebuilt, Path(scratch), args.host_has)
         size = write(bundle, args.out, args.preset)
-    print(f"{args.out}: {len(bundle.files)} files, {size:.1f} MiB (limit {LIMIT_MIB})")
-    for line in bundle.missing:
-        print(f"missing: {line}")
+        print(f"{args.out}: {len(bundle.files)} files, {size:.1f} MiB (limit {LIMIT_MIB})")
+        if size > LIMIT_MIB:
+            print("too large; most of it, in MiB before compression:", *largest(bundle), sep="\n  ")
+    for name, why in bundle.missing.items():
+        print(f"missing: {name} as a wheel, {why}")
+    if bundle.missing:
+        print("give them with --wheel wheels, after:", download_command(bundle.missing), sep="\n  ")
     return 1 if bundle.missing or size > LIMIT_MIB else 0
 
 

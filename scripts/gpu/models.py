@@ -63,23 +63,27 @@ def write_target(folder: Path, config: dict[str, Any], *, weights: bool) -> Path
     return folder
 
 
-def _random(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    random = torch.Generator().manual_seed(1)
+def _random(shapes: dict[str, tuple[int, ...]], device: str) -> dict[str, torch.Tensor]:
+    random = torch.Generator(device=device).manual_seed(1)
     tensors = {}
     for name, shape in shapes.items():
-        tensor = torch.randn(shape, generator=random) / math.sqrt(shape[-1])
-        tensors[name] = (1 + tensor if name.endswith("norm.weight") else tensor).to(torch.bfloat16)
+        tensor = torch.randn(shape, generator=random, device=device) / math.sqrt(shape[-1])
+        tensors[name] = (1 + tensor if name.endswith("norm.weight") else tensor).to(torch.bfloat16).cpu()
     return tensors
 
 
-def write_flexdraft(folder: Path, target: dict[str, Any], *, layers: int, block: int, rank: int) -> Path:
-    """Write a FlexDraft drafter of a target's shape."""
+def write_flexdraft(
+    folder: Path, target: dict[str, Any], *, layers: int, block: int, rank: int, device: str = "cpu"
+) -> Path:
+    """Write a FlexDraft drafter of a target's shape; a large one is made up far faster on a GPU."""
     config = FlexDraftConfig.for_target(target, num_layers=layers, block_size=block, calibrator_rank=rank)
-    return flexdraft.save(folder, config, _random(flexdraft.expected_shapes(config)), target)
+    return flexdraft.save(folder, config, _random(flexdraft.expected_shapes(config), device), target)
 
 
-def write_tapped(folder: Path, target: dict[str, Any], *, method: str, layers: int, taps: int, block: int) -> Path:
+def write_tapped(
+    folder: Path, target: dict[str, Any], *, method: str, layers: int, taps: int, block: int, device: str = "cpu"
+) -> Path:
     """Write a DFlare or DFlash drafter of a target's shape."""
     kind = tapped.METHODS[method]
     config = kind.for_target(target, num_layers=layers, num_taps=taps, block_size=block)
-    return tapped.save(folder, config, _random(tapped.expected_shapes(config)))
+    return tapped.save(folder, config, _random(tapped.expected_shapes(config), device))

@@ -7,48 +7,58 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from engines import Engine, check_args, drafting_args, plain_args
+from engines import DRAFTING_VARIANTS, PLAIN_VARIANTS, check_args, drafting_args, plain_args
 from models import TINY, write_flexdraft, write_tapped, write_target
+from servers import Ask, Job, Outcome, ask_all
 from setting import Rows, Setting
 
 TOKENS = 64
+AT_ONCE = 4
+"""Servers side by side: nothing is timed here, and starting one takes longer than what is asked of it."""
+LIMIT = 80
+"""Seconds for one server."""
 NEAR_TIE = 2e-2
 """Two tokens whose log-probabilities are closer may swap when sums are taken in another order (bf16)."""
 
 
 def run(setting: Setting, rows: Rows) -> None:
-    """Compare every mode of every drafter with plain decoding."""
+    """Compare every mode of every drafter, in every variant, with plain decoding."""
     with tempfile.TemporaryDirectory() as folder:
-        base = Path(folder)
-        target = write_target(base / "target", TINY, weights=True)
-        flexdraft = write_flexdraft(base / "flexdraft", TINY, layers=2, block=8, rank=16)
-        dflare = write_tapped(base / "dflare", TINY, method="dflare", layers=2, taps=1, block=8)
-        none: dict[str, Any] = {"pruning": "none", "adaptive": False}
-        servers = {
-            "flexdraft merged": (drafting_args(target, "FLEXDRAFT", flexdraft, none), ("parallel", "sequential")),
-            "flexdraft masked": (
-                drafting_args(target, "FLEXDRAFT", flexdraft, none | {"gpu_attention": "masked"}), ("parallel",)
-            ),
-            "flexdraft fp8": (
-                drafting_args(target, "FLEXDRAFT", flexdraft, none, kv_cache_dtype="fp8_e4m3"), ("parallel",)
-            ),
-            "dflare": (drafting_args(target, "DFLARE", dflare, none), ("sequential",)),
-            "dflare masked": (
-                drafting_args(target, "DFLARE", dflare, none | {"gpu_attention": "masked"}), ("sequential",)
-            ),
-        }  # fmt: skip
-        plain = {
-            "": plain_args(target, graphs=False),
-            "fp8": plain_args(target, graphs=False, kv_cache_dtype="fp8_e4m3"),
-        }
+        jobs = plan(Path(folder))
         if setting.dry:
-            for name, (args, _) in servers.items():
-                check_args(args)
+            for name, job in jobs.items():
+                check_args(job.args)
                 rows.add(server=name, dry="arguments and plan", ok=True)
-            for args in plain.values():
-                check_args(args)
             return
-        _compare(rows, plain, servers)
+        compare(rows, ask_all(jobs, setting.work, at_once=AT_ONCE, limit=LIMIT))
+
+
+def plan(base: Path) -> dict[str, Job]:
+    """Write target and drafters; return the servers to start and what to ask of each."""
+    target = write_target(base / "target", TINY, weights=True)
+    flexdraft = write_flexdraft(base / "flexdraft", TINY, layers=2, block=8, rank=16)
+    dflare = write_tapped(base / "dflare", TINY, method="dflare", layers=2, taps=1, block=8)
+    none: dict[str, Any] = {"pruning": "none", "adaptive": False}
+    masked = none | {"gpu_attention": "masked"}
+    eight: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3"}
+    both, sequential = ("parallel", "sequential"), ("sequential",)
+    drafting: dict[str, tuple[Any, ...]] = {
+        "flexdraft merged": ("FLEXDRAFT", flexdraft, none, {}, both),
+        "flexdraft masked": ("FLEXDRAFT", flexdraft, masked, {}, ("parallel",)),
+        "flexdraft fp8": ("FLEXDRAFT", flexdraft, none, eight, ("parallel",)),
+        "dflare merged": ("DFLARE", dflare, none, {}, sequential),
+        "dflare masked": ("DFLARE", dflare, masked, {}, sequential),
+    }
+    prompts = _prompts()
+    jobs = {}
+    for variant in PLAIN_VARIANTS:
+        jobs[f"plain {variant.name}"] = Job(plain_args(target, variant), [_plain_ask(prompts)])
+    jobs["plain fp8"] = Job(plain_args(target, PLAIN_VARIANTS[-1], **eight), [_plain_ask(prompts)])
+    for variant in DRAFTING_VARIANTS:
+        for name, (algorithm, drafter, options, more, modes) in drafting.items():
+            args = drafting_args(target, variant, algorithm, drafter, options, **more)
+            jobs[f"{name} {variant.name}"] = Job(args, [Ask(mode, prompts, TOKENS, {"mode": mode}) for mode in modes])
+    return jobs
 
 
 def _prompts() -> list[list[int]]:
@@ -56,21 +66,29 @@ def _prompts() -> list[list[int]]:
     return [[picked.randrange(3, TINY["vocab_size"]) for _ in range(length)] for length in (1, 7, 33, 130, 511)]
 
 
-def _compare(rows: Rows, plain: dict[str, dict[str, Any]], servers: dict[str, Any]) -> None:
-    expected = {}
-    for name, args in plain.items():
-        with Engine(args) as engine:
-            expected[name] = engine.generate(_prompts(), TOKENS, logprobs=True)
-            rows.add(server=f"plain {name}".strip(), start_seconds=engine.start_seconds)
-    for name, (args, modes) in servers.items():
-        with Engine(args) as engine:
-            for mode in modes:
-                found = engine.generate(_prompts(), TOKENS, mode)
-                gaps = [_gap(a, b) for a, b in zip(expected["fp8" if "fp8" in name else ""], found)]
-                worst = max(gap for gap in gaps)
-                lengths = [answer["meta_info"].get("spec_accept_length") for answer in found]
-                rows.add(server=name, mode=mode, equal=sum(gap == 0 for gap in gaps), of=len(gaps),
-                         worst_gap=worst, accept_lengths=lengths, ok=worst <= NEAR_TIE)  # fmt: skip
+def _plain_ask(prompts: list[list[int]]) -> Ask:
+    return Ask("plain", prompts, TOKENS, logprobs=True)
+
+
+def compare(rows: Rows, found: dict[str, Outcome]) -> None:
+    """Hold every answer against plain decoding without graphs; plain decoding with graphs as well."""
+    for name, outcome in found.items():
+        rows.add(server=name, **outcome.start, error=outcome.error, ok=outcome.error is None)
+    expected = {kind: found[f"plain {kind}"].answers for kind in ("eager", "fp8")}
+    for name, outcome in found.items():
+        kind = "fp8" if "fp8" in name else "eager"
+        if name == f"plain {kind}":
+            continue
+        for answer in outcome.answers:
+            if not expected[kind]:
+                rows.add(
+                    server=name, mode=answer["name"], ok=False, error="plain decoding gave nothing to compare with"
+                )
+                continue
+            gaps = [_gap(a, b) for a, b in zip(expected[kind][0]["answers"], answer["answers"], strict=True)]
+            lengths = [one["meta_info"].get("spec_accept_length") for one in answer["answers"]]
+            rows.add(server=name, mode=answer["name"], equal=sum(gap == 0 for gap in gaps), of=len(gaps),
+                     worst_gap=max(gaps), accept_lengths=lengths, ok=max(gaps) <= NEAR_TIE)  # fmt: skip
 
 
 def _gap(plain: dict[str, Any], found: dict[str, Any]) -> float:

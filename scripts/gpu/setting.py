@@ -17,10 +17,12 @@ class Setting:
     Attributes:
         dry: run small cases over the torch twin of FlashInfer on the CPU.
         out: folder for result files.
+        work: folder for logs and whatever else a part leaves.
     """
 
     dry: bool
     out: Path
+    work: Path
 
     @property
     def device(self) -> str:
@@ -47,7 +49,7 @@ class Rows:
     """Result rows of one part, written out one by one: a part that is cut short keeps what it has."""
 
     def __init__(self, setting: Setting, part: str) -> None:
-        self._file = setting.out / f"{part}.jsonl"
+        self._file = setting.work / f"{part}.jsonl"
         self._file.write_text("")
         self.part = part
         self.rows: list[dict[str, Any]] = []

@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
@@ -49,7 +50,7 @@ def test_the_dry_run_goes_from_end_to_end(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     results = json.loads((tmp_path / "results.json").read_text())
     assert [(result["part"], result["ended"]) for result in results] == [
-        (part, "ok") for part in ("environment", "kernels", "graphs", "pieces", "engine", "steps")
+        (part, "ok") for part in ("environment", "compile", "kernels", "graphs", "pieces", "engine", "steps")
     ]
     rows = {result["part"]: result["rows"] for result in results}
     checked = {row["check"].split(" 64 ")[0].split(" 128 ")[0] for row in rows["kernels"]}
@@ -63,6 +64,13 @@ def test_the_dry_run_goes_from_end_to_end(tmp_path: Path) -> None:
     }  # fmt: skip
     assert {row["server"] for row in rows["engine"] if "flexdraft" in row["server"]}
     assert rows["steps"][-1]["by_accept_length"]["4"] == 2.0
+    assert rows["environment"][0]["argv"] == ["--dry-run", "--out", str(tmp_path)]
+    report = (tmp_path / "report.md").read_text()
+    assert "| parallel merged 128 bfloat16 bfloat16 | 2/2 |" in report
+    assert "| parallel full eager | 1 | FlexDraft, GSM8K | 7.98 | 3.99 |" in report
+    assert (tmp_path / "speedup.svg").read_text().count("<circle") == 2
+    with tarfile.open(tmp_path / "logs.tar.gz") as logs:
+        assert {"kernels.log", "steps.jsonl"} <= set(logs.getnames())
     for part in rows:
         assert f"{part:<12} ok" in run.stdout
 
@@ -76,7 +84,7 @@ def test_wrong_kernels_fail_the_check(script, broken, tmp_path: Path, monkeypatc
     else:
         plan = PagedCall.plan
         monkeypatch.setattr(PagedCall, "plan", lambda self, q, k, s, m=None: plan(self, q, k, s.flip(0), m))
-    setting = script("setting").Setting(True, tmp_path)
+    setting = script("setting").Setting(True, tmp_path, tmp_path)
     rows = script("setting").Rows(setting, "kernels")
     script("part_kernels").run(setting, rows)
     assert not rows.ok
@@ -85,8 +93,8 @@ def test_wrong_kernels_fail_the_check(script, broken, tmp_path: Path, monkeypatc
 
 def test_a_part_without_a_gpu_or_without_time_is_reported(script, tmp_path: Path) -> None:
     check = script("check")
-    crashed = check.supervise("graphs", 120, tmp_path, dry=False)
-    cut = check.supervise("kernels", 0.05, tmp_path, dry=True)
+    crashed = check.supervise("graphs", 120, tmp_path, tmp_path, False, [])
+    cut = check.supervise("kernels", 0.05, tmp_path, tmp_path, True, [])
     assert crashed["ended"] == "crashed"
     assert cut["ended"].startswith("cut after")
     text = check.table(
@@ -115,6 +123,70 @@ def test_a_gap_is_measured_at_the_first_difference(script) -> None:
 
 def test_speedups(script) -> None:
     assert script("part_steps").speedup(3.0, 6.0, 4) == 2.0
+
+
+def test_steps_are_timed_without_the_prefill_and_a_server_cut_short_keeps_what_it_has(script, tmp_path: Path) -> None:
+    steps, servers = script("part_steps"), script("servers")
+    server = steps.server({}, {"parallel full eager": {"mode": "parallel"}})
+    taken = {"warm": 9.0, "short": 1.5, "long": 1.5 + 0.004 * (steps.LONG - steps.SHORT)}
+    answers = [
+        {"seconds": taken[timing.kind], "answers": [{"output_ids": [1] * ask.tokens, "meta_info": {}}] * timing.batch}
+        for timing, ask in zip(server.timings, server.job.asks, strict=True)
+    ]
+    cut = answers[: len(list(steps.kinds())) + 2]
+    rows = script("setting").Rows(script("setting").Setting(True, tmp_path, tmp_path), "steps")
+    found = steps.measured(rows, "flexdraft", server, servers.Outcome({"memory_gb": 20.0}, cut, "cut after 90 s"))
+    assert found == {("parallel full eager", 1): pytest.approx(4.0)}
+    assert rows.rows[0]["ok"] is False
+    assert {name: steps.floor_ms(name) for name in ("plain graphs", "parallel pruned eager", "dflash eager")} == {
+        "plain graphs": 3.15, "parallel pruned eager": 3.45, "dflash eager": None,
+    }  # fmt: skip
+
+
+def test_a_server_that_dies_or_hangs_keeps_the_answers_it_gave(
+    script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = script("servers")
+    python = tmp_path / "python"
+    monkeypatch.setattr(servers.sys, "executable", str(python))
+    found = {}
+    for name, then in {"dies": "echo 'ValueError: no kernel'; exit 3", "hangs": "exec sleep 600"}.items():
+        python.write_text(
+            f"""#!/bin/sh\necho '{{"start_seconds": 1}}' > "$3"\necho '{{"name": "a"}}' >> "$3"\n{then}\n"""
+        )
+        python.chmod(0o755)
+        found |= servers.ask_all({name: servers.Job({}, [])}, tmp_path, at_once=2, limit=5)
+    assert {name: outcome.error for name, outcome in found.items()} == {
+        "dies": "exit 3: ValueError: no kernel", "hangs": "cut after 5 s",
+    }  # fmt: skip
+    assert all(outcome.start and outcome.answers == [{"name": "a"}] for outcome in found.values())
+    servers.end_all(tmp_path)
+    assert not (tmp_path / servers.PIDS).exists()
+
+
+def test_time_that_is_left_goes_to_later_parts_but_not_past_the_total(script) -> None:
+    check = script("check")
+    assert sum(check.PARTS.values()) <= 570
+    found = dict(check.limits(list(check.PARTS), 1.0, 100))
+    assert found["environment"] == pytest.approx(check.PARTS["environment"], abs=1)
+    assert found["steps"] == pytest.approx(100, abs=1), "nothing was spent before"
+
+
+def test_wheels_take_precedence_and_only_what_is_needed_of_them_is_packed(script, tmp_path: Path) -> None:
+    make_bundle = script("make_bundle")
+    wheel = tmp_path / "wheels" / "sglang_kernel-0.4.5-cp310-abi3-linux_x86_64.whl"
+    wheel.parent.mkdir()
+    kept = {"sgl_kernel/__init__.py", "sgl_kernel/sm90/common_ops.abi3.so", "sglang_kernel-0.4.5.dist-info/RECORD"}
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in (*kept, "sgl_kernel/flash_ops.abi3.so", "sglang_kernel-0.4.5.data/purelib/beside.py"):
+            archive.writestr(name, "x")
+    bundle = make_bundle.Bundle()
+    (found,) = make_bundle.wheels_in([wheel.parent])
+    assert make_bundle.add_wheel(bundle, found, tmp_path) == "sglang-kernel"
+    assert set(bundle.files) == kept | {"beside.py"}
+    with pytest.raises(SystemExit, match="not a wheel"):
+        make_bundle.wheels_in([tmp_path / "none"])
+    assert "sglang-kernel==0.4.5" in make_bundle.download_command(["sglang-kernel==0.4.5"])
 
 
 def test_a_bundle_runs_where_nothing_is_installed_from_here(
@@ -156,7 +228,9 @@ def test_the_archive_has_what_flashinfer_needs_and_names_what_it_lacks(script, t
             "flashinfer/data/include/flashinfer/attention/prefill.cuh", "sglang_ext/core/masks.py",
             "scripts/gpu/check.py"} <= names  # fmt: skip
     assert not [name for name in names if "__pycache__" in name or name.startswith(("torch/", "flashinfer/moe_ep/"))]
-    assert any("tvm-ffi" in line for line in bundle.missing), "its extension module depends on the Python version"
+    assert any("tvm-ffi" in name for name in bundle.missing), "its extension module depends on the Python version"
+    assert any(name.startswith("flashinfer/data/cccl/libcudacxx/include/cuda/") for name in names), "to compile there"
+    assert make_bundle._wanted("sglang/srt/rust_extensions/torch_build.py", Path(__file__)), "a server's cache asks it"
     prebuilt = tmp_path / "modules" / "cached_ops" / "some_uri"
     prebuilt.mkdir(parents=True)
     (prebuilt / "some_uri.so").write_bytes(b"x")

@@ -109,7 +109,7 @@ def plan(base: Path, setting: Setting) -> dict[str, Server]:
         return server(args, {f"{run} {variant.name}": options for run, options in runs.items()})
 
     servers = {f"plain {PLAIN_VARIANTS[0].name}": plain(PLAIN_VARIANTS[0])}
-    for variant in reversed(DRAFTING_VARIANTS):
+    for variant in DRAFTING_VARIANTS:
         servers[f"flexdraft {variant.name}"] = drafting(variant, "FLEXDRAFT", flexdraft, FLEXDRAFT_RUNS)
         for method, drafter in tapped.items():
             runs = {method: FULL | {"mode": "sequential"}}

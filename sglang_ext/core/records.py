@@ -23,7 +23,8 @@ class StepRecord:
         bonus: the target's own token that follows the accepted ones.
         groups: mask groups that joined the target pass.
         confidence: drafter confidence of each verified draft, in (0, 1].
-        step_ms: wall time of the worker's step, in milliseconds, shared by the whole batch.
+        step_ms: wall time of the worker's step, in milliseconds, shared by the whole batch; under overlapped scheduling
+            the time between the starts of the step before and this one.
         batch_size: requests in the step.
     """
 

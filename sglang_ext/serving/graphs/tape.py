@@ -45,7 +45,11 @@ class _Entry:
     results: list[Tensor]
 
     def replay(self) -> None:
-        found = [leaf for leaf in tree_leaves(self.operation(*self.args, **self.kwargs)) if isinstance(leaf, Tensor)]
+        leaves = tree_leaves(self.operation(*self.args, **self.kwargs))
+        for leaf in leaves:
+            if isinstance(leaf, torch.ScriptObject):
+                leaf.wait()  # a collective of the host goes on behind its caller's back; one in a graph keeps the order
+        found = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for held, new in zip(self.results, found, strict=True):
             if new.data_ptr() != held.data_ptr():
                 held.copy_(new)
@@ -68,9 +72,12 @@ class _Tape(TorchDispatchMode):
         result = operation(*args, **kwargs)
         given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        # A view needs no replay: it shows whatever its storage holds.
-        is_view = operation._schema.is_mutable is False and all(
-            leaf.untyped_storage().data_ptr() in given for leaf in made
+        # A view needs no replay: it shows whatever its storage holds. Collectives write in place and do not say so.
+        says_what_it_writes = operation.namespace == "aten"
+        is_view = (
+            says_what_it_writes
+            and not operation._schema.is_mutable
+            and all(leaf.untyped_storage().data_ptr() in given for leaf in made)
         )
         if not is_view:
             self.entries.append(_Entry(operation, args, kwargs, made))

@@ -115,7 +115,9 @@ def test_requests_of_all_kinds_share_a_batch(pair: Pair) -> None:
     ]
     alone = pair.gpu.generate_all(mixed, 1)
     for row, (reply, same) in enumerate(zip(pair.gpu.generate_all(mixed, 5), alone, strict=True)):
-        assert reply.ids == same.ids or "temperature" in kinds[row][0]
+        # Under overlapped scheduling the host counts a token towards penalties a step late, or not, as steps fall.
+        depends = {"temperature", "frequency_penalty"} & set(kinds[row][0])
+        assert reply.ids == same.ids or depends
         assert reply.completion_tokens == same.completion_tokens
     logprobs = alone[4].meta["output_token_logprobs"]
     assert [token for _, token, *_ in logprobs] == alone[4].ids

@@ -22,6 +22,7 @@ from sglang_ext.testing.mismatch import TOLERANCE
 from sglang_ext.testing.server import Launch, Reply, Request, Server, ServerError, Starter, run_until_exit
 from sglang_ext.testing.speculators import MODES
 from sglang_ext.testing.tapped_drafters import untrained_tapped_drafter
+from tests.server.ways import the_gpu_way
 from tests.unit.tiny import VOCABULARY, drafter_config, random_tensors, target_config, write_target
 
 FAMILIES = {"llama": "llama, gqa, tied, head_dim derived", "qwen3": "qwen3, gqa, untied, head_dim given"}
@@ -68,9 +69,10 @@ def _ask_servers(starter: Starter, folder: Path, name: str) -> dict[str, Said]:
     target = write_target(folder / "target", _target(name))
     said: dict[str, Said] = {}
 
-    def run(server: str, ask: Callable[[Server], Said], ranks: int, *flags: str) -> None:
+    def run(server: str, ask: Callable[[Server], Said], ranks: int, *flags: str, ways: bool = False) -> None:
         common = ("--skip-tokenizer-init", "--context-length", "128", "--max-total-tokens", "2048")
         launch = Launch(target, (*common, "--tp-size", str(ranks), *flags), {}, starter.threads)
+        launch = the_gpu_way(launch) if ways else launch
         with starter.running(**{f"{name}-{server}": launch}) as servers:
             (running,) = servers.values()
             said[server] = ask(running)
@@ -86,6 +88,8 @@ def _ask_servers(starter: Starter, folder: Path, name: str) -> dict[str, Said]:
         run("dflare", lambda server: _ask_drafting(server, ("sequential",)), RANKS, *tapped)
         run("dflare, one process", _ask_steps, 1, *tapped)
         run("scripted", lambda server: _ask_oracle(server, said["plain"]), RANKS, "--speculative-algorithm", "scripted")
+        run("flexdraft, the GPU's way", _ask_ways, RANKS, *flexdraft, ways=True)
+        run("dflare, the GPU's way", _ask_ways, RANKS, *tapped, ways=True)
     else:
         # Here sampled requests have seeds, which the host heeds in this mode only.
         seeds = ("--enable-deterministic-inference", "--attention-backend", "torch_native")
@@ -171,6 +175,11 @@ def _read_back(replies: Sequence[Reply]) -> list[Request]:
 def _ask_steps(server: Server) -> Said:
     options = {"mode": "sequential", "pruning": "none", "records": True}
     return {"steps": server.generate_all([request.speculative(options) for request in GREEDY], concurrency=1)}
+
+
+def _ask_ways(server: Server) -> Said:
+    """One at a time, where passes are replayed, and all at once."""
+    return _ask_steps(server) | {"auto": server.generate_all(GREEDY)}
 
 
 def _ask_oracle(server: Server, plain: Said) -> Said:
@@ -269,6 +278,20 @@ def test_drafts_are_those_of_one_process(families: Callable[[str], Family], name
     records = [record for reply in family.said[server]["steps"] for record in assert_records(reply, BLOCK)]
     seen = {(record.draft_ids, record.confidence) for record in records}
     assert len(seen) > 10, "drafts that do not depend on the text show nothing"
+
+
+@pytest.mark.parametrize("server", ["flexdraft", "dflare"])
+def test_servers_that_work_the_gpus_way_draft_the_same(families: Callable[[str], Family], server: str) -> None:
+    """Replayed passes with collectives in them, under overlapped scheduling."""
+    family = families("llama")
+    ways = f"{server}, the GPU's way"
+    assert family.ids(ways, "auto") == family.ids(ways, "steps") == family.ids("plain", "greedy")
+    for due, found in zip(family.said[server]["steps"], family.said[ways]["steps"], strict=True):
+        pairs = list(zip(assert_records(due, BLOCK), assert_records(found, BLOCK), strict=True))
+        for one, two in pairs:
+            common = min(one.verify_length, two.verify_length)  # the end of a request is noticed a step later
+            assert one.draft_ids[:common] == two.draft_ids[:common]
+        assert sum(two.accepted for _, two in pairs) > 0
 
 
 def test_everything_right_is_accepted(families: Callable[[str], Family]) -> None:

@@ -125,6 +125,7 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("srt.models.qwen3:Qwen3DecoderLayer.forward", ("positions", "hidden_states", "forward_batch"), "Qwen3"),
     Symbol("srt.managers.scheduler_components.internal_state:SchedulerInternalStateController._add_speculative",
            ("state",), "the plan in /server_info"),
+    Symbol("srt.managers.schedule_batch:ScheduleBatch.chunked_req", None, "drafting once a prompt is read"),
     Symbol("srt.model_executor.runner.base_cuda_graph_runner:freeze_gc", ("enable_cudagraph_gc",), "captured passes"),
     Symbol("srt.distributed.parallel_state:graph_capture", ("stream",), "captured passes"),
     Symbol("srt.model_executor.runner_utils.pool:get_or_create_global_graph_capture_stream", (), "captured passes"),

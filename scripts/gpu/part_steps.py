@@ -105,7 +105,9 @@ def plan(base: Path, setting: Setting) -> dict[str, Server]:
         return server(plain_args(target, variant, **dummy), {f"plain {variant.name}": None})
 
     def drafting(variant: Variant, algorithm: str, drafter: Path, runs: dict[str, dict[str, Any]]) -> Server:
-        args = drafting_args(target, variant, algorithm, drafter, {"adaptive": False}, **dummy)
+        # Parallel passes are captured for as many requests as the server itself would draft for in parallel.
+        options: dict[str, Any] = {"adaptive": False, "parallel_max_batch": max(BATCHES)}
+        args = drafting_args(target, variant, algorithm, drafter, options, **dummy)
         return server(args, {f"{run} {variant.name}": options for run, options in runs.items()})
 
     servers = {f"plain {PLAIN_VARIANTS[0].name}": plain(PLAIN_VARIANTS[0])}

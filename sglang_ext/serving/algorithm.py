@@ -60,10 +60,16 @@ class PluginAlgorithm(CustomSpecAlgo):
         needs_cpu_seq_lens: bool = True,
         needs_confidence_relay: bool = False,
     ) -> Any:
-        """Build the host's relay of lengths and bonus tokens between overlapped steps."""
+        """Build the host's relay of lengths and bonus tokens between overlapped steps.
+
+        Steps are planned from lengths on the host, whatever the host's attention backend could do without: Triton's
+        says that it needs none, and the relay would leave them out of the batch.
+        """
         from sglang.srt.managers.overlap_utils import FutureMap
 
-        return FutureMap(device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay)
+        return FutureMap(
+            device, self, req_to_token_pool, needs_cpu_seq_lens=True, needs_confidence_relay=needs_confidence_relay
+        )
 
     def handle_server_args(self, server_args: Any) -> None:
         """Set the fields that follow from the drafter; refuse what the drafter cannot do."""

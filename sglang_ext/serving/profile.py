@@ -100,7 +100,8 @@ class StepProfile:
             self._open[-1].inner += elapsed
 
     def _now(self) -> float:
-        if not self._on_cpu:
+        # Nothing may wait for a device that is recording a pass; what is timed then is no step.
+        if not self._on_cpu and not torch.cuda.is_current_stream_capturing():
             torch.accelerator.synchronize()
         return time.perf_counter() * 1000.0
 

@@ -133,7 +133,9 @@ class Steps(ABC):
             return
         context = self.context(batch, bonus, lengths, host_lengths)
         if len(rows_list) < len(batch.reqs):
-            context = context.select(torch.tensor(rows_list, device=self.parts.device), rows_list)
+            # Made on the host and sent: made on a GPU it would wait for the prefill that has just been started.
+            rows = torch.tensor(rows_list).to(self.parts.device, non_blocking=True)
+            context = context.select(rows, rows_list)
         with self.parts.profile.section("draft"):
             block = self.parts.drafter.propose(context)
         self.parts.state.store(context.slots, block)

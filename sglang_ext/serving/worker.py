@@ -167,10 +167,11 @@ class SpecWorker(BaseSpecWorker):
 
     def _draft_after_prefill(self, batch: Any, bonus: Tensor) -> None:
         """Draft for every request whose prompt is now complete; drafts of a half-read prompt would be thrown away."""
+        # Under overlapped scheduling the host's count of parts in flight still holds the part before.
         rows = [
             i
             for i, req in enumerate(batch.reqs)
-            if req.inflight_middle_chunks <= 0 and drafts_after_prefill(req, self.pace)
+            if req is not batch.chunked_req and drafts_after_prefill(req, self.pace)
         ]
         self._steps.draft_after_prefill(batch, bonus, rows)
 

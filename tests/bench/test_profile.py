@@ -94,3 +94,18 @@ def test_switched_off_it_attaches_and_keeps_nothing(clock: Clock) -> None:
     assert profile.section("a") is profile.section("b") is profile.step()
     one_step(profile, clock)
     assert profile.to_dict() == []
+
+
+def test_nothing_waits_for_a_device_that_records_a_pass(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[bool] = []
+    capturing = [True]
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: waits.append(capturing[0]))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    profile = StepProfile(True, "cuda")
+    with profile.section("draft head"):
+        clock.pass_ms(1)
+    assert not waits
+    capturing[0] = False
+    one_step(profile, clock)
+    assert waits == [False] * len(waits)
+    assert len(waits) == 6

@@ -217,3 +217,15 @@ def test_a_device_has_its_ways() -> None:
 def test_the_backend_that_verifies_is_the_one_for_decoding() -> None:
     args = SimpleNamespace(**GPU | {"decode_attention_backend": "triton"})
     assert gpu.backend_name(SimpleNamespace(server_args=args)) == "triton"
+
+
+def test_lengths_reach_the_host_whatever_the_attention_backend_needs() -> None:
+    """Triton's backend says that it can do without; the worker, which plans steps from them, cannot."""
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.speculative.spec_registry import get_spec
+
+    load_plugins()
+    pool = SimpleNamespace(req_to_token=torch.zeros((4, 8), dtype=torch.int32))
+    algorithm = get_spec("DFLARE")
+    assert algorithm is not None
+    assert algorithm.create_future_map("cpu", pool, needs_cpu_seq_lens=False).needs_cpu_seq_lens

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,8 +28,10 @@ from sglang_ext.serving.attention.flashinfer_calls import (
 from sglang_ext.serving.attention.flashinfer_graph import GraphedRows, GraphRooms
 from sglang_ext.serving.attention.flashinfer_twin import TwinLibrary
 from sglang_ext.serving.attention.harness import AttentionShape, Harness
+from sglang_ext.serving.graphs.recorder import WARM_UPS, CudaRecorder
 from sglang_ext.serving.graphs.store import pass_sizes
 from sglang_ext.serving.graphs.tape import CaptureError, TapeRecorder
+from sglang_ext.serving.graphs.target_graph import SharedResults
 from sglang_ext.serving.pass_size import PassSize
 
 GQA = AttentionShape(heads=6, kv_heads=2, head_dim=16, dtype=torch.float32)
@@ -69,6 +73,52 @@ def test_a_replay_reads_inputs_and_writes_results_where_they_were() -> None:
 def test_what_goes_between_device_and_host_cannot_be_captured(reads: Any) -> None:
     with pytest.raises(CaptureError, match="captured pass"):
         TapeRecorder().capture(lambda: reads(torch.ones(2)))
+
+
+def test_all_graphs_are_captured_on_one_stream_into_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a pool holds is reused on the stream it was used on, and on no other."""
+    streams: list[Any] = []
+    pools: list[Any] = []
+
+    class Graph:
+        def pool(self) -> str:
+            return "the pool"
+
+        def replay(self) -> None:
+            return
+
+    @contextmanager
+    def graph_capture(stream: Any = None) -> Iterator[Any]:
+        yield SimpleNamespace(stream=object() if stream is None else stream)
+
+    @contextmanager
+    def graph(_: Graph, pool: Any, stream: Any) -> Iterator[None]:
+        streams.append(stream)
+        pools.append(pool)
+        yield
+
+    held: dict[str, Any] = {}
+    monkeypatch.setattr("sglang.srt.distributed.parallel_state.graph_capture", graph_capture)
+    pool_module = "sglang.srt.model_executor.runner_utils.pool"
+    monkeypatch.setattr(f"{pool_module}.get_stream", lambda name: held.setdefault(name, object()))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    recorder, runs = CudaRecorder(), []
+    for number in range(3):
+        assert recorder.capture(lambda number=number: runs.append(number) or number).output == number
+    assert runs == [number for number in range(3) for _ in range(WARM_UPS + 1)]
+    assert len(set(map(id, streams))) == 1
+    assert pools == [None, "the pool", "the pool"]
+
+
+def test_logits_of_all_passes_lie_in_one_buffer() -> None:
+    shared, sources = SharedResults(), [torch.rand(4, 3, 5), torch.rand(2, 3, 5)]
+    captured = [TapeRecorder().capture(lambda source=source: shared.keep(source * 2)) for source in sources]
+    assert len({found.output.data_ptr() for found in captured}) == 1
+    for found, source in zip(captured, sources, strict=True):
+        found.replay()
+        assert torch.equal(found.output, source * 2)
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------
@@ -191,6 +241,20 @@ def test_the_installed_planner_is_told_the_rows_of_every_request(kind: str, monk
     assert all(part.device.type == "cpu" for part in args[3:6])
     with pytest.raises(RuntimeError, match="expects FlashInfer"):
         wrapper._cached_module.plan(*args[:-1])
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "rows", "largest"),
+    [(32, 8, 128, 16 * 16, 63), (64, 8, 128, 16 * 16, 31), (32, 8, 128, 16, 1016), (9, 3, 64, 1, 21509)],
+)
+def test_scratch_holds_a_row_of_partial_results_for_every_row_of_a_tile(
+    heads: int, kv_heads: int, head_dim: int, rows: int, largest: int
+) -> None:
+    """By the library's own rule: tiles of 128, 64 or 16 rows, counted for every query head of a key/value head."""
+    shape = HeadShape(heads, kv_heads, head_dim, 1.0, torch.bfloat16, torch.bfloat16)
+    kernels = Kernels(TwinLibrary(), "cpu")
+    found = max(batch for batch in range(1, 30000) if kernels.holds(shape, batch, rows))
+    assert found == largest
 
 
 # ---- sizes ----------------------------------------------------------------------------------------------------------

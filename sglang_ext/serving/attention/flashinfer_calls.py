@@ -34,6 +34,9 @@ from sglang_ext.core.refusal import Refusal
 WORKSPACE_BYTES = 256 << 20
 """Scratch of the kernels; they run on one stream and share it."""
 
+LARGEST_TILES = ((64, 128), (16, 64), (0, 16))
+"""Most rows of a tile, query heads of one key/value head counted apart, for requests with more than so many."""
+
 MERGE_THREADS, MERGE_WIDTH = 1024, 8
 """A merge gives a row one block of threads, each for this many numbers of one head: more heads are merged in turns."""
 
@@ -390,6 +393,18 @@ class Kernels:
         )
         wrapper.reset_workspace_buffer(self.workspace, room.plans)
         return RaggedCall(wrapper, mode, shape, self.device, room)
+
+    def holds(self, shape: HeadShape, batch: int, rows: int) -> bool:
+        """Return whether a call in a graph finds room for its partial results, one for every row of its tiles.
+
+        A call in a graph may split keys at every replay, so that planning sets this room aside however many rows there
+        are, and fails where there is less.
+        """
+        group = shape.heads // shape.kv_heads
+        tile = next(size for above, size in LARGEST_TILES if rows * group > above)
+        padded = math.ceil(batch * math.ceil(rows * group / tile) * tile / group)
+        number = torch.float32.itemsize
+        return shape.heads * padded * (shape.head_dim + 1) * number <= self.workspace.numel()
 
     def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Merge outputs ``[N, Hq, D]`` and base-2 LSE ``[N, Hq]`` over two disjoint sets of keys."""

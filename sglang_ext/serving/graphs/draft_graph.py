@@ -54,7 +54,7 @@ class _AfterTarget:
         )
 
     def _drafted(self, logits: Tensor) -> DraftOutput:
-        return DraftOutput(logits, self._drafter.block(logits, None))
+        return DraftOutput(self._tools.draft_logits.keep(logits), self._drafter.block(logits, None))
 
 
 class CommitGraph(_AfterTarget):

@@ -40,7 +40,11 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Captures CUDA graphs; all of them share one memory pool, since one replay ends before the next begins."""
+    """Captures CUDA graphs; all of them share one memory pool, since one replay ends before the next begins.
+
+    They are captured on one stream, too: the pool keeps freed memory by the stream it was used on, and libraries keep
+    scratch of their own for every stream they have seen.
+    """
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -48,9 +52,10 @@ class CudaRecorder:
     def capture(self, run: Callable[[], Output]) -> Captured[Output]:
         """See :class:`Recorder`."""
         from sglang.srt.distributed.parallel_state import graph_capture
+        from sglang.srt.model_executor.runner_utils.pool import get_or_create_global_graph_capture_stream
 
         # The host's context lets collectives of all its groups be captured.
-        with graph_capture() as context:
+        with graph_capture(stream=get_or_create_global_graph_capture_stream()) as context:
             for _ in range(WARM_UPS):
                 run()
             torch.cuda.synchronize()

@@ -6,7 +6,8 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.model_executor.runner.base_cuda_graph_runner import freeze_gc
+from sglang.srt.runtime_context import get_exec, get_parallel
 from tqdm import tqdm
 
 from sglang_ext.core.pass_sizes import row_sizes, smallest_at_least
@@ -56,7 +57,16 @@ class GraphStore:
         self._commits: dict[PassSize, CommitGraph] = {}
         self._alone: dict[PassSize, AloneGraph] = {}
         self._joined: dict[PassSize, JoinedGraph] = {}
-        sizes = pass_sizes(batches, tools.block_size, joins_up_to)
+        wanted = pass_sizes(batches, tools.block_size, joins_up_to)
+        sizes = [size for size in wanted if tools.fits(size)]
+        if len(sizes) < len(wanted):
+            logger.warning(
+                "%d of %d decode passes are not captured and run eagerly: they need more scratch than the %d MB of the "
+                "attention kernels",
+                len(wanted) - len(sizes),
+                len(wanted),
+                tools.rooms.kernels.workspace.numel() >> 20,
+            )
         for size in tqdm(sizes, desc="Capturing decode passes", disable=not show_progress):
             self._capture(tools, size)
 
@@ -122,6 +132,8 @@ def capture_passes(parts: StepParts, ways: DeviceWays, batches: Sequence[int]) -
     joins_up_to = batches[-1] if policy.mode == "parallel" else policy.parallel_max_batch
     joins_up_to = joins_up_to if drafter.can_join else 0
     started = time.perf_counter()
-    store = GraphStore(tools, batches, joins_up_to, show_progress=get_parallel().tp_rank == 0)
+    # What the collector frees in the middle of a recording could end it.
+    with freeze_gc(get_exec().graph.enable_cudagraph_gc):
+        store = GraphStore(tools, batches, joins_up_to, show_progress=get_parallel().tp_rank == 0)
     logger.info("Captured %d decode passes in %.1f s", store.passes, time.perf_counter() - started)
     return store

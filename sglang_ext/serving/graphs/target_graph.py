@@ -5,8 +5,9 @@ Shape legend: B requests, padded ones included; W clean rows, G mask groups, K b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +24,31 @@ from sglang_ext.serving.taps import Taps
 from sglang_ext.serving.verify_input import ChainVerifyInput
 
 
+class SharedResults:
+    """One buffer for the same result of every captured pass, which is read before the next pass is replayed.
+
+    Otherwise each pass would keep its own for ever, and logits over a vocabulary are large.
+    """
+
+    def __init__(self) -> None:
+        self._held: Tensor | None = None
+
+    def room(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Return a place for a result of this ``shape``, of the dtype and device of ``like``.
+
+        Ask for the largest first: what does not fit is given a new buffer. Ask before a pass is recorded (the runs
+        that warm it up do), so that the buffer is not the recording's own.
+        """
+        count = math.prod(shape)
+        if self._held is None or self._held.numel() < count:
+            self._held = torch.empty(count, dtype=like.dtype, device=like.device)
+        return self._held[:count].view(*shape)
+
+    def keep(self, result: Tensor) -> Tensor:
+        """Copy a result to its place and return it there."""
+        return self.room(result.shape, result).copy_(result)
+
+
 @dataclass(frozen=True)
 class GraphTools:
     """What captured passes are made with.
@@ -34,6 +60,7 @@ class GraphTools:
         rooms: shared buffers.
         recorder: captures.
         block_size: K.
+        target_logits, draft_logits: where all passes leave theirs.
     """
 
     runner: Any
@@ -42,12 +69,22 @@ class GraphTools:
     rooms: GraphRooms
     recorder: Recorder
     block_size: int
+    target_logits: SharedResults = field(default_factory=SharedResults)
+    draft_logits: SharedResults = field(default_factory=SharedResults)
 
     @property
     def table(self) -> Tensor:
         """The host's slot table; its row 0 leads to the slot that no token is given."""
         table: Tensor = self.runner.req_to_token_pool.req_to_token
         return table
+
+    def fits(self, size: PassSize) -> bool:
+        """Return whether the kernels' scratch is large enough for a pass and for the drafting pass behind it."""
+        kernels = self.rooms.kernels
+        clean = kernels.holds(self.runner.attn_backend.verify_shape, size.batch, size.width)
+        if self.drafter is None:
+            return clean
+        return clean and kernels.holds(self.drafter.attention.shape, size.batch, max(size.groups, 1) * self.block_size)
 
     def zeros(self, count: int) -> Tensor:
         """Return ``[count]`` int64 zeros: what padded requests consist of."""
@@ -99,8 +136,10 @@ class TargetGraph:
 
     def _forward_batch(self) -> ForwardBatch:
         """The host's description of the pass, over this graph's buffers."""
-        size = self.size
+        size, runner = self.size, self._tools.runner
         lengths = torch.zeros(size.batch, dtype=torch.int64)
+        logits = (size.batch * size.width, runner.model_config.vocab_size)
+        float32 = torch.empty(0, dtype=torch.float32, device=self._ids.device)
         verify_input = ChainVerifyInput(
             draft_token=self._ids,
             positions=self._positions,
@@ -119,12 +158,13 @@ class TargetGraph:
             out_cache_loc=self._cache_loc,
             seq_lens_sum=0,
             positions=self._positions,
-            spec_algorithm=self._tools.runner.spec_algorithm,
+            next_token_logits_buffer=self._tools.target_logits.room(logits, float32),
+            spec_algorithm=runner.spec_algorithm,
             spec_info=verify_input,
             capture_hidden_mode=CaptureHiddenMode.NULL,
             return_logprob=False,
         )
-        self._tools.runner.kv_index_translator.bind_runner_slots(batch)
+        runner.kv_index_translator.bind_runner_slots(batch)
         return batch
 
     def _run(self) -> TargetOutput:

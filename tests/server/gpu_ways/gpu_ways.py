@@ -33,7 +33,7 @@ def twin_kernels(model_runner: Any) -> Any:
         from sglang_ext.serving.attention.flashinfer_calls import Kernels
         from sglang_ext.serving.attention.flashinfer_twin import TwinLibrary
 
-        _kernels.append(Kernels(TwinLibrary(), "cpu", workspace_bytes=16))
+        _kernels.append(Kernels(TwinLibrary(), "cpu"))
         install(_kernels[0], model_runner)
     return _kernels[0]
 

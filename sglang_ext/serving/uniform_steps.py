@@ -74,7 +74,8 @@ class UniformSteps(Steps):
             for request, slot in zip(requests, slots, strict=True)
         ]
         verify = torch.minimum(wanted, _to(most, parts.device))
-        width = smallest_at_least(self.sizes, 1 + self._rows(verify, max(most)))
+        newcomers = any(rows and req.rid not in self._before for rows, req in zip(most, batch.reqs, strict=True))
+        width = smallest_at_least(self.sizes, 1 + self._rows(verify, max(most), newcomers))
         verify = verify.clamp_max(width - 1)
         joins = any(request.mode is Mode.PARALLEL and request.room > 0 for request in requests)
         groups = width if joins else 0
@@ -84,15 +85,18 @@ class UniformSteps(Steps):
         self._before = {req.rid: (length, rows > 0) for req, length, rows in zip(batch.reqs, host, most, strict=True)}
         return DecodeStep(requests, drafted, verify, layout.groups.counts, layout)
 
-    def _rows(self, verify: Tensor, most: int) -> int:
-        """Return how many drafts per request to make room for, at most ``most``."""
+    def _rows(self, verify: Tensor, most: int, newcomers: bool) -> int:
+        """Return how many drafts per request to make room for, at most ``most``.
+
+        Where the host may not ask, the last few steps tell; of a request that was in none of them they tell nothing.
+        """
         if not most or not self.parts.overlapped:
             # The device has nothing to do before this step starts: asking it costs no more than the answer.
             return int(verify.max()) if most else 0
         if self._wanted is not None:
             self._forecast.note(self._wanted.value())
         self._wanted = _Wanted(verify.max())
-        return min(self._forecast.rows(), most)
+        return most if newcomers else min(self._forecast.rows(), most)
 
     def _one_mode(self, requests: list[RequestStep]) -> list[RequestStep]:
         """Let all requests that draft do it in one way: drafts are the same either way, and a pass has one shape."""

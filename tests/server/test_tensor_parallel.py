@@ -286,12 +286,14 @@ def test_servers_that_work_the_gpus_way_draft_the_same(families: Callable[[str],
     family = families("llama")
     ways = f"{server}, the GPU's way"
     assert family.ids(ways, "auto") == family.ids(ways, "steps") == family.ids("plain", "greedy")
+    accepted = 0
     for due, found in zip(family.said[server]["steps"], family.said[ways]["steps"], strict=True):
         pairs = list(zip(assert_records(due, BLOCK), assert_records(found, BLOCK), strict=True))
         for one, two in pairs:
             common = min(one.verify_length, two.verify_length)  # the end of a request is noticed a step later
             assert one.draft_ids[:common] == two.draft_ids[:common]
-        assert sum(two.accepted for _, two in pairs) > 0
+        accepted += sum(two.accepted for _, two in pairs)
+    assert accepted > 0
 
 
 def test_everything_right_is_accepted(families: Callable[[str], Family]) -> None:

@@ -20,8 +20,8 @@ from sglang_ext.serving.attention.flashinfer_calls import GraphRoom, HeadShape, 
 from sglang_ext.serving.pass_size import PassSize
 
 PLAN_BYTES = 2 << 20
-"""Plans of the calls that are planned before every replay: one buffer per kind of call, and as much pinned memory for each
-call. A plan for 65,536 rows takes about 300 KiB."""
+"""Plans of the calls that are planned before every replay: one buffer per kind of call, and pinned memory of that size
+for each call. A plan for 65,536 rows takes about 300 KiB."""
 
 TAIL_PLAN_BYTES = 1 << 20
 """Plan of a call that is planned once; each has its own. A few thousand rows take a tenth of it."""

@@ -170,7 +170,6 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("srt.model_executor.cuda_graph_config:Backend.DISABLED", None, "start-up on a GPU"),
     Symbol("srt.model_executor.cuda_graph_config:Phase.ALL", None, "start-up on a GPU"),
     Symbol("srt.speculative.base_spec_worker:BaseSpecWorker.init_cuda_graphs", (), "captured passes"),
-    Symbol("srt.distributed.parallel_state:graph_capture", (), "captured passes"),
     Symbol("srt.model_executor.forward_batch_info:ForwardBatch",
            ("forward_mode", "batch_size", "input_ids", "req_pool_indices", "seq_lens", "seq_lens_cpu",
             "orig_seq_lens", "out_cache_loc", "seq_lens_sum", "positions", "spec_algorithm", "spec_info",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import random
@@ -11,7 +10,6 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -24,20 +22,6 @@ from sglang_ext.serving.attention import flashinfer_twin
 from sglang_ext.serving.attention.flashinfer_calls import HeadShape, PagedCall
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "gpu"
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch):
-    """Import a script the way its siblings do."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    names = {file.stem for file in SCRIPTS.glob("*.py")}
-
-    def load(name: str) -> ModuleType:
-        return importlib.import_module(name)
-
-    yield load
-    for name in names & set(sys.modules):
-        del sys.modules[name]
 
 
 def dry(arguments: list[str], script: Path = SCRIPTS / "check.py", **environment: str) -> subprocess.CompletedProcess:

@@ -17,16 +17,10 @@ from hypothesis import strategies as st
 
 from sglang_ext.core.block import BlockLayout
 from sglang_ext.serving.attention.flashinfer import MergedMaskRows, slots_of
-from sglang_ext.serving.attention.flashinfer_calls import (
-    PLAN_ARGUMENTS,
-    GraphRoom,
-    HeadShape,
-    Kernels,
-    MaskMode,
-    with_uniform_rows,
-)
+from sglang_ext.serving.attention.flashinfer_calls import HeadShape, Kernels, MaskMode
 from sglang_ext.serving.attention.flashinfer_graph import GraphedRows, GraphRooms
 from sglang_ext.serving.attention.flashinfer_twin import TwinLibrary
+from sglang_ext.serving.attention.graph_room import PLAN_ARGUMENTS, GraphRoom, with_uniform_rows
 from sglang_ext.serving.attention.harness import AttentionShape, Harness
 from sglang_ext.serving.graphs.recorder import WARM_UPS, CudaRecorder
 from sglang_ext.serving.graphs.store import pass_sizes

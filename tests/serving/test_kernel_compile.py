@@ -5,13 +5,11 @@ The whole table of what compiled is ``docs/results/kernels-compile.json``; ``scr
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,20 +17,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts" / "gpu"
 RESULTS = ROOT / "docs" / "results"
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch):
-    """Import a script the way its siblings do."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    names = {file.stem for file in SCRIPTS.glob("*.py")}
-
-    def load(name: str) -> ModuleType:
-        return importlib.import_module(name)
-
-    yield load
-    for name in names & set(sys.modules):
-        del sys.modules[name]
 
 
 def compiled(name: str, results: Path, *arguments: str, **environment: str) -> list[dict[str, Any]]:

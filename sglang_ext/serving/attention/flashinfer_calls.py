@@ -30,6 +30,7 @@ from torch import Tensor
 
 from sglang_ext.core.mask_bits import PackedMask
 from sglang_ext.core.refusal import Refusal
+from sglang_ext.serving.attention.graph_room import GraphRoom, with_uniform_rows
 
 WORKSPACE_BYTES = 256 << 20
 """Scratch of the kernels; they run on one stream and share it."""
@@ -39,9 +40,6 @@ LARGEST_TILES = ((64, 128), (16, 64), (0, 16))
 
 MERGE_THREADS, MERGE_WIDTH = 1024, 8
 """A merge gives a row one block of threads, each for this many numbers of one head: more heads are merged in turns."""
-
-PLAN_ARGUMENTS = 20
-"""Arguments of a compiled module's planner; the last is the query rows every request has, 0 if they differ."""
 
 HEAD_SIZES = (64, 128, 256)
 QUERY_DTYPES = (torch.float16, torch.bfloat16)
@@ -130,83 +128,6 @@ def load_library() -> Any:
 def pointer(lengths: Sequence[int]) -> Tensor:
     """Return the ``[B+1]`` int32 index pointer of these lengths, on the host."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-
-
-@dataclass(frozen=True, eq=False)
-class GraphRoom:
-    """What a call inside a captured graph keeps from capture to every replay.
-
-    Attributes:
-        batch: B, padded requests included.
-        rows: query rows of each request.
-        plans: ``[bytes]`` uint8 on the device where plans are written. Calls that are planned right before each replay
-            may share it with calls of other graphs, not with one of the same graph.
-        slots: ``[most keys]`` int32, pool slots of a paged call; shared likewise.
-        mask: ``[bytes]`` uint8, packed mask bits in mode CUSTOM; kernels read it anew in every replay.
-    """
-
-    batch: int
-    rows: int
-    plans: Tensor
-    slots: Tensor | None = None
-    mask: Tensor | None = None
-
-    @property
-    def device(self) -> torch.device:
-        """Where the buffers live."""
-        return self.plans.device
-
-    def pointers(self, count: int) -> list[Tensor]:
-        """Return fresh ``[B+1]`` int32 index pointers."""
-        return [torch.zeros(self.batch + 1, dtype=torch.int32, device=self.device) for _ in range(count)]
-
-    def mask_buffers(self) -> dict[str, Tensor]:
-        """Return the wrapper's arguments for a custom mask; none without one."""
-        if self.mask is None:
-            return {}
-        return {"custom_mask_buf": self.mask, "mask_indptr_buf": self.pointers(1)[0]}
-
-
-class _UniformPlans:
-    """A compiled module of the library whose plans choose tiles for ``rows`` query rows per request.
-
-    The library's own planner does not pass the number on, and sizes tiles for the longest request a graph could hold.
-    """
-
-    def __init__(self, module: Any, rows: int) -> None:
-        self._module = module
-        self._rows = rows
-
-    def plan(self, *args: Any) -> Any:
-        """Plan as the module does, with ``uniform_q_len`` in its place, the last one."""
-        if len(args) != PLAN_ARGUMENTS or args[-1] != 0:
-            raise RuntimeError(
-                f"FlashInfer plans with {len(args)} arguments, {PLAN_ARGUMENTS} were expected; this package expects "
-                "FlashInfer 0.7: pip install flashinfer-python==0.7.2"
-            )
-        return self._module.plan(*args[:-1], self._rows)
-
-    @property
-    def paged_run(self) -> Any:
-        """The module's call over pages."""
-        return self._module.paged_run
-
-    @property
-    def ragged_run(self) -> Any:
-        """The module's call over packed keys."""
-        return self._module.ragged_run
-
-
-def with_uniform_rows(wrapper: type, rows: int) -> type:
-    """Return the wrapper class with plans for ``rows`` query rows per request."""
-
-    def read(self: Any) -> Any:
-        return self.__dict__["_cached_module"]
-
-    def write(self: Any, module: Any) -> None:
-        self.__dict__["_cached_module"] = None if module is None else _UniformPlans(module, rows)
-
-    return type(f"Uniform{wrapper.__name__}", (wrapper,), {"_cached_module": property(read, write)})
 
 
 class _Call:
@@ -362,18 +283,13 @@ class Kernels:
         if room is None:
             return PagedCall(made(self.workspace, LAYOUT, backend=BACKEND), mode, shape, self.device, None)
         queries, keys = room.pointers(2)
-        wrapper = with_uniform_rows(made, room.rows)(
-            self.workspace,
-            LAYOUT,
-            backend=BACKEND,
-            use_cuda_graph=True,
-            qo_indptr_buf=queries,
-            paged_kv_indptr_buf=keys,
-            paged_kv_indices_buf=room.slots,
-            paged_kv_last_page_len_buf=torch.zeros(room.batch, dtype=torch.int32, device=self.device),
-            **room.mask_buffers(),
-        )
-        wrapper.reset_workspace_buffer(self.workspace, room.plans)
+        buffers = {
+            "qo_indptr_buf": queries,
+            "paged_kv_indptr_buf": keys,
+            "paged_kv_indices_buf": room.slots,
+            "paged_kv_last_page_len_buf": torch.zeros(room.batch, dtype=torch.int32, device=self.device),
+        }
+        wrapper = self._in_graph(made, room, buffers)
         return PagedCall(wrapper, mode, shape, self.device, room)
 
     def ragged(self, mode: MaskMode, shape: HeadShape, room: GraphRoom | None = None) -> RaggedCall:
@@ -382,17 +298,17 @@ class Kernels:
         if room is None:
             return RaggedCall(made(self.workspace, LAYOUT, backend=BACKEND), mode, shape, self.device, None)
         queries, keys = room.pointers(2)
-        wrapper = with_uniform_rows(made, room.rows)(
-            self.workspace,
-            LAYOUT,
-            backend=BACKEND,
-            use_cuda_graph=True,
-            qo_indptr_buf=queries,
-            kv_indptr_buf=keys,
-            **room.mask_buffers(),
+        wrapper = self._in_graph(made, room, {"qo_indptr_buf": queries, "kv_indptr_buf": keys})
+        return RaggedCall(wrapper, mode, shape, self.device, room)
+
+    def _in_graph(self, made: type, room: GraphRoom, buffers: dict[str, Tensor | None]) -> Any:
+        """Return a wrapper of a class of the library that keeps ``buffers`` and those of ``room``."""
+        uniform: Any = with_uniform_rows(made, room.rows)
+        wrapper = uniform(
+            self.workspace, LAYOUT, backend=BACKEND, use_cuda_graph=True, **buffers, **room.mask_buffers()
         )
         wrapper.reset_workspace_buffer(self.workspace, room.plans)
-        return RaggedCall(wrapper, mode, shape, self.device, room)
+        return wrapper
 
     def holds(self, shape: HeadShape, batch: int, rows: int) -> bool:
         """Return whether a call in a graph finds room for its partial results, one for every row of its tiles.

@@ -16,7 +16,8 @@ from torch import Tensor
 from sglang_ext.core.block import BlockLayout
 from sglang_ext.core.mask_bits import MaskPacker, PackedMask, Rows, pack, packed_bytes
 from sglang_ext.serving.attention.flashinfer import InlineKeys, MergedMaskRows, MergedMeta
-from sglang_ext.serving.attention.flashinfer_calls import GraphRoom, HeadShape, Kernels, MaskMode, PagedCall
+from sglang_ext.serving.attention.flashinfer_calls import HeadShape, Kernels, MaskMode, PagedCall
+from sglang_ext.serving.attention.graph_room import GraphRoom
 from sglang_ext.serving.pass_size import PassSize
 
 PLAN_BYTES = 2 << 20

@@ -214,6 +214,8 @@ def _wanted(name: str, file: Path) -> bool:
 def add_prebuilt(bundle: Bundle, folder: Path) -> None:
     """Add compiled FlashInfer modules where it looks for them before it compiles anything."""
     for library in sorted(folder.rglob("*.so")):
+        if library.name.startswith("lib"):
+            continue  # compile_kernels.py leaves what it links against beside its modules
         bundle.add(f"flashinfer/data/aot/{library.stem}/{library.name}", library)
 
 

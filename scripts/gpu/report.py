@@ -8,11 +8,19 @@ from typing import Any
 Row = dict[str, Any]
 
 
+DRY = "A dry run on a CPU: no step was timed, and speedups are those of two invented step times."
+
+
+def is_dry(results: list[dict[str, Any]]) -> bool:
+    """True if servers were planned but not started."""
+    return any("dry" in row for result in results for row in result["rows"])
+
+
 def markdown(results: list[dict[str, Any]]) -> str:
     """Return all tables that there are results for."""
     rows = {result["part"]: result["rows"] for result in results}
     sections = [
-        "# GPU check\n",
+        f"# GPU check\n\n{DRY}\n" if is_dry(results) else "# GPU check\n",
         _environment(rows.get("environment", [])),
         _kernels(rows.get("kernels", [])),
         _graphs(rows.get("graphs", [])),
@@ -165,6 +173,8 @@ def picture(results: list[dict[str, Any]], batch: int = 1) -> str:
         text(f"{WIDTH / 2 - 60},{HEIGHT - 10}", "tokens per step (accept length)"),
         text(f"{MARGIN},{MARGIN - 25}", f"speedup over plain decoding with graphs, batch {batch}, up to {high:.2f}"),
     ]
+    if is_dry(results):
+        parts.append(text(f"{MARGIN},{MARGIN - 10}", DRY, COLOURS[1]))
     parts += [text(place(length, -high / 20), str(length)) for length in range(1, int(far) + 1)]
     for index, row in enumerate(rows):
         colour, points = COLOURS[index % len(COLOURS)], lines[row["speedup_of"]]

@@ -66,6 +66,7 @@ def test_the_dry_run_goes_from_end_to_end(tmp_path: Path) -> None:
     assert rows["steps"][-1]["by_accept_length"]["4"] == 2.0
     assert rows["environment"][0]["argv"] == ["--dry-run", "--out", str(tmp_path)]
     report = (tmp_path / "report.md").read_text()
+    assert all("two invented step times" in (tmp_path / name).read_text() for name in ("report.md", "speedup.svg"))
     assert "| parallel merged 128 bfloat16 bfloat16 | 2/2 |" in report
     assert "| draft choice | 4/4 |" in report
     assert "| parallel full eager | 1 | FlexDraft, GSM8K | 7.98 | 3.99 |" in report

@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ UNITS = {
     "ragged_kernel_mask_2": "custom mask over packed keys",
     "ragged_kernel_mask_0": "no mask over packed keys",
 }
-#: Variants that ``check.py`` times the candidate form in, whose mask is a variant of its own.
+#: Variants to compile the candidate form in, whose mask is a variant of its own; ``check.py`` loads the first alone.
 INTERVALS, INTERVALS_UNIT = ("bf16-128", "bf16-64", "fp16-128", "bf16-e4m3-128"), "paged_kernel_mask_2"
 ARCHITECTURES = ("9.0a", "10.0a")
 """Hopper and Blackwell."""
@@ -169,16 +170,22 @@ def compile_files(arch: str, variants: list[str], units: list[str], results: Res
     return sound
 
 
-def compile_modules(variants: list[str]) -> None:
-    """Build whole modules, and the one that merges."""
-    progress = Progress(len(variants) + 1)
+def module_specs(variants: list[str]) -> Iterator[tuple[str, Any]]:
+    """Yield whole modules by name: the variants', the candidate ``check.py`` loads, and the one that merges."""
     for name in variants:
-        spec = served_spec(name)
+        yield name, served_spec(name)
+    if INTERVALS[0] in variants:
+        yield f"intervals {INTERVALS[0]}", intervals_spec(INTERVALS[0])
+    yield "merge", merge_spec()
+
+
+def compile_modules(variants: list[str]) -> None:
+    """Build whole modules."""
+    specs = list(module_specs(variants))
+    progress = Progress(len(specs))
+    for name, spec in specs:
         spec.build()
         progress.say(f"{name} {spec.get_library_path()}")
-    spec = merge_spec()
-    spec.build()
-    progress.say(f"merge {spec.get_library_path()}")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -208,7 +215,7 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="FILE",
         help=f"of {', '.join(UNITS)} (default: all)",
     )
-    parser.add_argument("--modules", action="store_true", help="build whole modules, and the one that merges")
+    parser.add_argument("--modules", action="store_true", help="build whole modules, all that check.py loads")
     parser.add_argument("--results", type=Path, help="keep a table of single files here, and add to the one that is")
     parser.add_argument("--again", action="store_true", help="compile also what the table already holds")
     args = parser.parse_args(arguments)

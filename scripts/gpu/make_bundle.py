@@ -1,6 +1,6 @@
 """Packs everything that check.py needs into one archive for a GPU host without a network.
 
-    python scripts/gpu/make_bundle.py --set kernels --out bundle.tar.xz --wheel tvm_ffi.whl
+    python scripts/gpu/make_bundle.py --set kernels --out bundle.tar.xz --wheel DIR
     python scripts/gpu/make_bundle.py --set engine --out bundle.tar.xz --wheel DIR --prebuilt DIR
 
 The host is expected to have torch, triton and transformers, and nvcc unless the kernels are prebuilt. On it:
@@ -214,6 +214,8 @@ def _wanted(name: str, file: Path) -> bool:
 def add_prebuilt(bundle: Bundle, folder: Path) -> None:
     """Add compiled FlashInfer modules where it looks for them before it compiles anything."""
     for library in sorted(folder.rglob("*.so")):
+        if library.name.startswith("lib"):
+            continue  # compile_kernels.py leaves what it links against beside its modules
         bundle.add(f"flashinfer/data/aot/{library.stem}/{library.name}", library)
 
 
@@ -305,6 +307,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--preset", type=int, default=6, help="0 (fast) to 9 (small) (default: %(default)s)")
     args = parser.parse_args(arguments)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         bundle = collect(args.set, wheels_in(args.wheel), args.prebuilt, Path(scratch), args.host_has)
         size = write(bundle, args.out, args.preset)

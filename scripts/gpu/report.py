@@ -8,14 +8,23 @@ from typing import Any
 Row = dict[str, Any]
 
 
+DRY = "A dry run on a CPU: no step was timed, and speedups are those of two invented step times."
+
+
+def is_dry(results: list[dict[str, Any]]) -> bool:
+    """True if servers were planned but not started."""
+    return any("dry" in row for result in results for row in result["rows"])
+
+
 def markdown(results: list[dict[str, Any]]) -> str:
     """Return all tables that there are results for."""
     rows = {result["part"]: result["rows"] for result in results}
     sections = [
-        "# GPU check\n",
+        f"# GPU check\n\n{DRY}\n" if is_dry(results) else "# GPU check\n",
         _environment(rows.get("environment", [])),
         _kernels(rows.get("kernels", [])),
         _graphs(rows.get("graphs", [])),
+        _pieces(rows.get("pieces", [])),
         _engine(rows.get("engine", [])),
         _steps(rows.get("steps", [])),
         _speedups(rows.get("steps", [])),
@@ -69,6 +78,25 @@ def _graphs(rows: list[Row]) -> str:
     lines = [(*cell, *(times.get(form) for form in forms)) for cell, times in cells.items()]
     title = "## One layer's mask rows in a CUDA graph, microseconds"
     return f"{title}\n\n{_table(['context', 'batch', 'groups', *forms], lines)}" if lines else ""
+
+
+def _pieces(rows: list[Row]) -> str:
+    """Comparisons that passed and the worst confidence of each piece, and both times at every batch."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row["piece"], []).append(row)
+    timed = [row for row in rows if "layout" not in row]
+    batches = sorted({row["batch"] for row in timed})
+    lines = []
+    for name, group in groups.items():
+        compared = [row for row in group if "layout" in row]
+        worst = max((row["max_error"] for row in compared if "max_error" in row), default=None)
+        times = {row["batch"]: f"{row['twin_us']:.1f} / {row['fused_us']:.1f}" if row["ok"] else "failed"
+                 for row in timed if row["piece"] == name}  # fmt: skip
+        lines.append((name, f"{sum(row['ok'] for row in compared)}/{len(compared)}",
+                      None if worst is None else f"{worst:.2e}", *(times.get(batch) for batch in batches)))  # fmt: skip
+    heads = ["step", "equal", "max error", *(f"batch {batch}, torch / fused, microseconds" for batch in batches)]
+    return f"## Fused steps beside torch\n\n{_table(heads, lines)}" if lines else ""
 
 
 def _engine(rows: list[Row]) -> str:
@@ -145,6 +173,8 @@ def picture(results: list[dict[str, Any]], batch: int = 1) -> str:
         text(f"{WIDTH / 2 - 60},{HEIGHT - 10}", "tokens per step (accept length)"),
         text(f"{MARGIN},{MARGIN - 25}", f"speedup over plain decoding with graphs, batch {batch}, up to {high:.2f}"),
     ]
+    if is_dry(results):
+        parts.append(text(f"{MARGIN},{MARGIN - 10}", DRY, COLOURS[1]))
     parts += [text(place(length, -high / 20), str(length)) for length in range(1, int(far) + 1)]
     for index, row in enumerate(rows):
         colour, points = COLOURS[index % len(COLOURS)], lines[row["speedup_of"]]

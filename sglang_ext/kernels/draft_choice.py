@@ -34,7 +34,7 @@ def draft_choice(logits: Tensor, listed: Tensor | None = None) -> tuple[Tensor, 
 
 @jit
 def _choose(
-    logits, listed, tokens, confidence, stride, count, LISTED: tl.constexpr, BLOCK: tl.constexpr
+    logits, listed, tokens, confidence, stride, COUNT: tl.constexpr, LISTED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0)
     line = logits + row.to(tl.int64) * stride
@@ -43,9 +43,9 @@ def _choose(
     place = tl.zeros([BLOCK], tl.int32)
     total = tl.zeros([BLOCK], tl.float32)
     broken = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, count, BLOCK):
+    for start in range(0, COUNT, BLOCK):
         at = start + lane
-        value = tl.load(line + at, mask=at < count, other=float("-inf")).to(tl.float32)
+        value = tl.load(line + at, mask=at < COUNT, other=float("-inf")).to(tl.float32)
         # NaN and +inf have no softmax: the row is broken. What is left compares and adds as numbers do.
         wrong = (value != value) | (value == float("inf"))
         broken = broken | wrong.to(tl.int32)
@@ -59,7 +59,7 @@ def _choose(
     peak = tl.max(top, axis=0)
     level = tl.where(peak == float("-inf"), 0.0, peak)
     mass = tl.sum(total * tl.exp(top - level), axis=0)
-    best = tl.min(tl.where(top == peak, place, count), axis=0)
+    best = tl.min(tl.where(top == peak, place, COUNT), axis=0)
     lost = (tl.max(broken, axis=0) > 0) | (peak == float("-inf"))
     token = best.to(tl.int64)
     if LISTED:
@@ -74,8 +74,9 @@ def draft_choice_fused(logits: Tensor, listed: Tensor | None = None) -> tuple[Te
     tokens = torch.empty(logits.shape[:-1], dtype=torch.int64, device=logits.device)
     confidence = torch.empty(logits.shape[:-1], dtype=torch.float32, device=logits.device)
     count = flat.shape[1]
+    # A constant, as a drafter has one vocabulary: Triton 3.6 interprets no loop over a number it is passed (NumPy 2.5).
     launch(
-        _choose, (flat.shape[0],), flat, listed, tokens, confidence, flat.stride(0), count,
-        LISTED=listed is not None, BLOCK=min(BLOCK, power_of_two(count)), num_warps=WARPS,
+        _choose, (flat.shape[0],), flat, listed, tokens, confidence, flat.stride(0),
+        COUNT=count, LISTED=listed is not None, BLOCK=min(BLOCK, power_of_two(count)), num_warps=WARPS,
     )  # fmt: skip
     return tokens, confidence

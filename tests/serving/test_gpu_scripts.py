@@ -50,7 +50,9 @@ def test_the_dry_run_goes_from_end_to_end(tmp_path: Path) -> None:
     assert rows["steps"][-1]["by_accept_length"]["4"] == 2.0
     assert rows["environment"][0]["argv"] == ["--dry-run", "--out", str(tmp_path)]
     report = (tmp_path / "report.md").read_text()
+    assert all("two invented step times" in (tmp_path / name).read_text() for name in ("report.md", "speedup.svg"))
     assert "| parallel merged 128 bfloat16 bfloat16 | 2/2 |" in report
+    assert "| draft choice | 4/4 |" in report
     assert "| parallel full eager | 1 | FlexDraft, GSM8K | 7.98 | 3.99 |" in report
     assert (tmp_path / "speedup.svg").read_text().count("<circle") == 2
     with tarfile.open(tmp_path / "logs.tar.gz") as logs:
@@ -218,8 +220,10 @@ def test_the_archive_has_what_flashinfer_needs_and_names_what_it_lacks(script, t
     prebuilt = tmp_path / "modules" / "cached_ops" / "some_uri"
     prebuilt.mkdir(parents=True)
     (prebuilt / "some_uri.so").write_bytes(b"x")
+    (tmp_path / "modules" / "stubs").mkdir()
+    (tmp_path / "modules" / "stubs" / "libcuda.so").write_bytes(b"x")
     make_bundle.add_prebuilt(bundle, tmp_path / "modules")
-    assert "flashinfer/data/aot/some_uri/some_uri.so" in bundle.files
+    assert [name for name in bundle.files if "/aot/" in name] == ["flashinfer/data/aot/some_uri/some_uri.so"]
 
 
 @pytest.mark.parametrize("seed", range(12))
